@@ -36,7 +36,7 @@ def free_bytes() -> int:
 
 def make_engine(**settings) -> Engine:
     model = load_model("tiny:qwen3", dtype="bfloat16", device="cuda", seed=0)
-    return Engine(model, tokenizer(), EngineConfig(kv_cache_gib=0.25, **settings))
+    return Engine(model, tokenizer(), EngineConfig(**{"kv_cache_gib": 0.25, "keep_addresses": True} | settings))
 
 
 @pytest.fixture

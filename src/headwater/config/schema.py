@@ -126,9 +126,9 @@ class EngineConfig:
     memory_fraction: Annotated[float, AtLeast(0, "use 0 for the default"), Within(0, 1)] = 0.0
     """Share of free memory for the KV cache; 0 means 0.85 for a server on a GPU, and 0.4 beside a learner or on a
     CPU."""
-    keep_addresses: bool = True
+    keep_addresses: bool = False
     """On a GPU, give the KV cache and the weights fixed addresses, so that an engine that wakes up continues with the
-    CUDA graphs it has; false captures them again, with memory from torch's allocator."""
+    CUDA graphs it has instead of capturing them again. A run sets this itself if its memory plan releases them."""
     prefix_cache: bool = True
     """Keep the pages of finished sequences, so that prompts with the same beginning are not computed again."""
     update_mode: Literal["auto", UpdateMode] = "auto"

@@ -292,11 +292,11 @@ def residency_can_be_followed(config: Config, layers: Layers) -> Iterator[Clash]
             f"{named[0]} leaves the GPU only beside the embedded engine in the same process; {remedy}, or "
             "rollout.backend=embedded with rollout.placement=colocated",
         )
-    if "weights" in named and (config.rollout.publish != "full" or not config.engine.keep_addresses):
+    if "weights" in named and config.rollout.publish != "full":
         yield Clash(
-            (key, "rollout.publish", "engine.keep_addresses"),
-            "weights are released without a copy, so that every publication must bring all of them, to fixed "
-            "addresses; use rollout.publish=full with engine.keep_addresses=true, or leave weights out",
+            (key, "rollout.publish"),
+            "the engine's weights are released without a copy, so that every publication must bring all of them; use "
+            "rollout.publish=full, or leave weights out",
         )
 
 

@@ -139,7 +139,7 @@ def holders_of(config: Config, sizes: RunSizes, *, can_discard: bool) -> list[Ho
     """
     may = _Allowed.of(config)
     weights = [Way(RESIDENT, sizes.weights, sizes.weights)]
-    if can_discard and config.engine.keep_addresses and config.rollout.publish == "full":
+    if can_discard and config.rollout.publish == "full":
         weights.append(Way(RELEASED, sizes.weights, 0))
     parameters = [
         Way(RESIDENT, sizes.parameters, sizes.parameters),
@@ -226,6 +226,8 @@ def planned(config: Config, plan: MemoryPlan | None) -> Config:
     engine, learner = config.engine, config.learner
     if not engine.kv_cache_gib and not engine.memory_fraction:
         engine = replace(engine, kv_cache_gib=plan.kv_cache / GIB)
+    if RELEASED in (plan.ways["weights"], plan.ways["kv_cache"]):
+        engine = replace(engine, keep_addresses=True)
     if plan.ways["optimizer"] == STREAMED:
         learner = replace(learner, offload_optimizer=True)
     return replace(config, engine=engine, learner=learner)

@@ -112,9 +112,9 @@ CLASHES = [
     ),
     ([OWN, "learner.residency=[parameters]"], "learner.residency = [parameters]", ["rollout.backend=embedded"]),
     (
-        ["learner.residency=[weights]", "engine.keep_addresses=false"],
+        ["learner.residency=[weights]", "lora.rank=4", "rollout.publish=adapter"],
         "learner.residency = [weights]",
-        ["engine.keep_addresses=true", "leave weights out"],
+        ["rollout.publish=full", "leave weights out"],
     ),
 ]
 

@@ -58,6 +58,7 @@ def test_a_7b_model_trains_on_one_gpu_of_139_gib_without_moving_anything(seven):
     built = planned(config, plan)
     assert built.engine.kv_cache_gib == pytest.approx(plan.kv_cache / GIB)
     assert not built.learner.offload_optimizer
+    assert built.engine.keep_addresses, "CUDA graphs stay valid while the cache is released"
 
 
 def test_settings_are_orders(seven):
@@ -79,7 +80,9 @@ def test_without_fixed_addresses_the_weights_stay(seven):
 def test_averages_are_streamed_if_training_runs_beside_generation(seven):
     plan, config = plan_of(seven, CHECKPOINTED, "rollout.max_staleness=1")
     assert {tag for tag, way in plan.ways.items() if way != RESIDENT} == {"optimizer"}
-    assert planned(config, plan).learner.offload_optimizer
+    built = planned(config, plan)
+    assert built.learner.offload_optimizer
+    assert not built.engine.keep_addresses, "nothing of the engine is released"
 
 
 def test_a_run_that_cannot_fit_is_refused_with_numbers_and_remedies(seven):
