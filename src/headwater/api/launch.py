@@ -210,7 +210,7 @@ def _fit(
     from headwater.trainer.experience import logprob_sources
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
-    from headwater.trainer.memory_setup import plan_run, planned
+    from headwater.trainer.memory_setup import describe_plan, plan_run, planned
     from headwater.trainer.memory_turns import releases_cache
     from headwater.trainer.rollout_setup import build_rollout, describe
     from headwater.trainer.summary import how_to_resume, summarise
@@ -283,7 +283,7 @@ def _fit(
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
         display.say(logprob_sources(config))
         if plan is not None:
-            display.say(f"Memory of the GPU:\n{plan.table()}")
+            display.say(describe_plan(plan))
         for notice in notices:
             display.say(f"Note: {notice}")
         if not has_template(rollout.tokenizer):

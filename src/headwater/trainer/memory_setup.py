@@ -233,6 +233,18 @@ def planned(config: Config, plan: MemoryPlan | None) -> Config:
     return replace(config, engine=engine, learner=learner)
 
 
+def describe_plan(plan: MemoryPlan) -> str:
+    """What a run prints about its plan when it starts."""
+    text = f"Memory of the GPU:\n{plan.table()}"
+    if plan.fits:
+        return text
+    return (
+        f"{text}\nBy estimate the run needs {show_bytes(plan.peak)} of the {show_bytes(plan.budget.device)} that are free, "
+        "and may run out of memory. learner.checkpoint_activations=true and a smaller learner.max_tokens_per_microbatch "
+        "need less."
+    )
+
+
 def _refusal(config: Config, models: Models, error: NoPlan) -> str:
     least = error.least
     holders = sorted(least.holders.items(), key=lambda each: -max(each[1].generate, each[1].train))

@@ -36,9 +36,18 @@ class MemoryTurns:
     """
 
     def __init__(
-        self, config: Config, plan: MemoryPlan | None, learner: Learner, engine: InferenceEngine, stage: Stage
+        self,
+        config: Config,
+        plan: MemoryPlan | None,
+        learner: Learner,
+        engine: InferenceEngine,
+        stage: Stage,
+        *,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """``stage`` measures the time of a switch."""
+        """``stage`` measures the time of a switch. ``settle`` is called before the engine's weights are discarded, and
+        waits for whatever reads them."""
+        self._settle = settle
         self.plan = plan
         self._learner = learner
         self._engine = engine
@@ -83,6 +92,7 @@ class MemoryTurns:
     def train(self) -> None:
         """The learner begins a step. The engine's weights are not needed until new ones are published."""
         if self._discards_weights and not self._engine.status().needs_weights:
+            self._settle()
             with self._stage("offload"):
                 self._note("generate")
                 self._engine.discard_weights()  # type: ignore[attr-defined]  # Capabilities.discards_weights

@@ -11,7 +11,7 @@ from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
 from headwater.trainer.memory_advice import memory_full
-from headwater.trainer.memory_setup import Models, budget_of, is_planned, plan_memory, planned, savings
+from headwater.trainer.memory_setup import Models, budget_of, describe_plan, is_planned, plan_memory, planned, savings
 
 SHAPE = [
     "model.dtype=bfloat16", "model.device=cpu", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512",
@@ -96,6 +96,14 @@ def test_a_run_that_cannot_fit_is_refused_with_numbers_and_remedies(seven):
     assert "learner.offload_optimizer" not in text, "the plan has streamed the averages already"
     with pytest.raises(ConfigError, match=r"main memory need .* and 8\.5 GiB of it can be used"):
         plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=10)
+
+
+def test_a_run_whose_estimate_does_not_fit_starts_with_a_warning(seven):
+    plan, _ = plan_of(seven)
+    assert not plan.fits
+    assert plan.ways["optimizer"] == STREAMED
+    assert "may run out of memory" in describe_plan(plan)
+    assert "may run out of memory" not in describe_plan(plan_of(seven, CHECKPOINTED)[0])
 
 
 def test_what_a_setting_saves_is_what_the_sizes_say(seven):
