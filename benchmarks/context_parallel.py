@@ -28,7 +28,7 @@ from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
-from headwater.learner.optimizer import held_by
+from headwater.learner.held import held_by
 from headwater.rollout.padding import pad_trajectories
 
 PROMPT_TOKENS = 16

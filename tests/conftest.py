@@ -72,6 +72,8 @@ def _processes_of_this_session() -> list[str]:
             continue
         # multiprocessing's tracker of this process ends together with it.
         is_tracker = "multiprocessing.resource_tracker" in command and f"\nPPid:\t{os.getpid()}\n" in status
-        if is_ours and not is_tracker and int(process.name) != os.getpid():
+        # torch.compile keeps workers, which end with the process that they compile for.
+        is_compiler = "_inductor/compile_worker" in command
+        if is_ours and not is_tracker and not is_compiler and int(process.name) != os.getpid():
             found.append(f"{process.name}: {command[:200]}")
     return found

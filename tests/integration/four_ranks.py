@@ -28,8 +28,8 @@ from headwater.core.parcels import Parcel, SendOrder
 from headwater.core.protocols import Learner
 from headwater.learner import learner as learner_module
 from headwater.learner.build import LearnerSpec, build_learner
+from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
-from headwater.learner.optimizer import held_by
 from headwater.weights.links import host_store
 from headwater.weights.memory import in_buckets
 from headwater.weights.pieces import GroupMember, PieceReceiver

@@ -94,6 +94,7 @@ READ_ELSEWHERE = {
     ),
     f"{UNIT}/models/test_fused_layers.py": ("learner.fused_layers",),
     f"{UNIT}/learner/test_loss_scale.py": ("learner.loss_scale", "learner.loss_scale_growth_steps"),
+    f"{UNIT}/trainer/test_memory_setup.py": ("learner.residency",),
     f"{UNIT}/trainer/test_step_metrics.py": ("trainer.profile.ranks", "trainer.profile.memory"),
     f"{UNIT}/cluster/test_group.py": ("learner.rank_timeout_s",),
     f"{UNIT}/cluster/test_ray_actor.py": ("cluster.wait_for_nodes_s", "cluster.object_store_mib"),
@@ -166,6 +167,8 @@ def other_values(key: str) -> Iterator[Any]:
         yield from (default / 2, default + 0.25, 0.5, 0.25)
     elif hint is str:
         yield from ("cpu", "some", "a.py:b", "http://127.0.0.1:1")
+    elif get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is Literal:
+        yield from ([choice] for choice in get_args(get_args(hint)[0]) if (choice,) != default)
     elif get_origin(hint) is Mapping:
         yield from ({"some": {"function": "exact"}} if key == "reward.functions" else {"some": 1}, {"some": "1"})
     else:

@@ -30,8 +30,8 @@ from headwater.core.data_proto import DataProto
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Learner, Role
 from headwater.learner.build import LearnerSpec, build_learner
+from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
-from headwater.learner.optimizer import held_by
 from headwater.learner.partition import balanced_parts
 from headwater.rollout.padding import pad_trajectories
 

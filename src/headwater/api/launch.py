@@ -211,6 +211,8 @@ def _fit(
     from headwater.trainer.experience import logprob_sources
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
+    from headwater.trainer.memory_setup import describe_plan, plan_run, planned
+    from headwater.trainer.memory_turns import releases_cache
     from headwater.trainer.rollout_setup import build_rollout, describe
     from headwater.trainer.summary import how_to_resume, summarise
 
@@ -225,12 +227,14 @@ def _fit(
         config = site.config
         model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
-        rollout = stack.enter_context(closing(build_rollout(config, model_path, remote=site.remote())))
-        if config.learner.offload_during_rollout:
+        plan = plan_run(config, model_path, num_launched())
+        built = planned(config, plan)
+        rollout = stack.enter_context(closing(build_rollout(built, model_path, remote=site.remote())))
+        if releases_cache(config, plan):
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         # Without a checkpoint, a warm start is repeated and makes the reference again.
         reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
-        spec = LearnerSpec(config, model_path, reference_path)
+        spec = LearnerSpec(built, model_path, reference_path)
         training = build_training(
             spec,
             rollout.tokenizer,
@@ -238,7 +242,9 @@ def _fit(
             check_prompts=rollout.check_prompts,
             tools=rollout.tools_of_row,
         )
-        config = training.config
+        # A resumed run makes its own plan, so the config that is kept has none of this one.
+        config = replace(training.config, engine=config.engine, learner=config.learner)
+        training = replace(training, config=config)
         if run is None:
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             lock.enter_context(RunLock(run.lock_file))
@@ -258,7 +264,9 @@ def _fit(
             ),
         ]
         texts = [str(each) for each in notices]
-        trainer = Trainer(config, rollout, training, run, display, notices=texts, callbacks=attempts.callbacks)
+        trainer = Trainer(
+            config, rollout, training, run, display, notices=texts, callbacks=attempts.callbacks, plan=plan
+        )
         if checkpoint is not None:
             trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
@@ -275,6 +283,8 @@ def _fit(
         run.write_config(to_yaml(with_absolute_paths(config)))
         display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
         display.say(logprob_sources(config))
+        if plan is not None:
+            display.say(describe_plan(plan))
         for notice in notices:
             display.say(f"Note: {notice}")
         if not has_template(rollout.tokenizer):

@@ -153,6 +153,9 @@ class LearnerGroup:
     def profile(self, order: ProfileOrder | None) -> None:
         self._everywhere("profile", order)
 
+    def prepare_offload(self) -> None:
+        self._everywhere("prepare_offload")
+
     def offload(self) -> None:
         self._everywhere("offload")
 

@@ -14,7 +14,13 @@ from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
 from headwater.config.tree import show
 
-GPU_ONLY = ("engine.overlap", "learner.fused_layers", "learner.offload_optimizer")
+GPU_ONLY = (
+    "engine.overlap",
+    "engine.keep_addresses",
+    "learner.fused_layers",
+    "learner.offload_optimizer",
+    "learner.residency",
+)
 """Settings that nothing reads on a CPU."""
 
 

@@ -127,6 +127,9 @@ class EngineConfig:
     memory_fraction: Annotated[float, AtLeast(0, "use 0 for the default"), Within(0, 1)] = 0.0
     """Share of free memory for the KV cache; 0 means 0.85 for a server on a GPU, and 0.4 beside a learner or on a
     CPU."""
+    keep_addresses: bool = False
+    """On a GPU, give the KV cache and the weights fixed addresses, so that an engine that wakes up continues with the
+    CUDA graphs it has instead of capturing them again. A run sets this itself if its memory plan releases them."""
     prefix_cache: bool = True
     """Keep the pages of finished sequences, so that prompts with the same beginning are not computed again."""
     update_mode: Literal["auto", UpdateMode] = "auto"
@@ -282,6 +285,9 @@ class LearnerConfig:
     """On a GPU, keep AdamW's averages in main memory and stream them through the device in each step."""
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
+    residency: tuple[Literal["auto", "resident", "kv_cache", "weights", "parameters", "optimizer"], ...] = ("auto",)
+    """What leaves a GPU that the engine and the learner share while it is not needed: `auto` plans it and moves as
+    little as possible, `resident` keeps everything, a list names what leaves. The offload settings apply as well."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
     ends."""

@@ -300,6 +300,36 @@ def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[C
         )
 
 
+def residency_can_be_followed(config: Config, layers: Layers) -> Iterator[Clash]:
+    key, chosen = "learner.residency", config.learner.residency
+    alone = [each for each in ("auto", "resident") if each in chosen]
+    if not chosen or (alone and len(chosen) > 1):
+        yield Clash((key,), "must be [auto], [resident], or a list of kv_cache, weights, parameters and optimizer")
+        return
+    named = [each for each in chosen if each in ("kv_cache", "weights", "parameters")]
+    if not named:
+        return
+    remedy = "use [auto]"
+    if config.rollout.max_staleness > 0:
+        yield Clash(
+            (key, "rollout.max_staleness"),
+            f"{named[0]} can only leave the GPU if generation and training take turns, but with rollout.max_staleness "
+            f"= {config.rollout.max_staleness} both run at the same time; {remedy}, or rollout.max_staleness=0",
+        )
+    if config.rollout.is_separate or config.rollout.backend != "embedded":
+        yield Clash(
+            (key, "rollout.backend", "rollout.placement"),
+            f"{named[0]} leaves the GPU only beside the embedded engine in the same process; {remedy}, or "
+            "rollout.backend=embedded with rollout.placement=colocated",
+        )
+    if "weights" in named and config.rollout.publish != "full":
+        yield Clash(
+            (key, "rollout.publish"),
+            "the engine's weights are released without a copy, so that every publication must bring all of them; use "
+            "rollout.publish=full, or leave weights out",
+        )
+
+
 SERVER_CHECKS: tuple[Check, ...] = (
     servers_have_a_backend,
     launch_settings_are_read,
@@ -312,4 +342,5 @@ SERVER_CHECKS: tuple[Check, ...] = (
     adapters_can_be_published,
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,
+    residency_can_be_followed,
 )

@@ -149,6 +149,8 @@ class Capabilities:
     """The engine is a ``RoundEngine``."""
     memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
     """What ``sleep`` can release."""
+    discards_weights: bool = False
+    """The engine has ``discard_weights``: it releases its weights without a copy until the next update."""
     update_modes: tuple[UpdateMode, ...] = ALL_UPDATE_MODES
     """The modes that ``update_weights`` supports."""
     dtype: str = "float32"
@@ -593,6 +595,11 @@ class Learner(Protocol):
     def load(self, folder: Path) -> None: ...
     def profile(self, order: ProfileOrder | None) -> None:
         """Record what the learner computes, until the next call with None, which writes the files."""
+        ...
+
+    def prepare_offload(self) -> None:
+        """Start to copy the weights to main memory, so that ``offload`` takes less time. They must not change before
+        it, or the copy is made again."""
         ...
 
     def offload(self) -> None:

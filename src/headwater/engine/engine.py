@@ -44,6 +44,7 @@ from headwater.engine.rows import DecodeRows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import EngineSequence
+from headwater.engine.virtual_memory import is_supported
 from headwater.models.checksum import dtype_name, dtype_of_checksum
 from headwater.models.load import end_token_ids, load_model, load_tokenizer
 from headwater.observe.spans import Spans
@@ -141,7 +142,8 @@ class Engine:
         # queued work has read it.
         with torch.cuda.stream(stream):
             rows = DecodeRows(max_sequences, scheduler.lanes.page_table.shape[1], config.decode_steps, spec.device)
-            cache = KVCache(spec, num_pages, page_tokens)
+            keeps_addresses = config.keep_addresses and is_supported(spec.device)
+            cache = KVCache(spec, num_pages, page_tokens, keeps_address=keeps_addresses)
         self._runner = make_runner(model.eval(), spec, cache, rows, deterministic=config.deterministic, stream=stream)
         self.config = replace(
             config,
@@ -155,6 +157,8 @@ class Engine:
         self._model = model
         self._mailboxes = Mailboxes()
         self._weights = ModelWeights(model)
+        if keeps_addresses:
+            self._weights.fix_addresses(self._runner.weight_views())
         self._num_updates = 0
         self._num_interrupted = 0
         self._last_pause_s = 0.0
@@ -352,6 +356,7 @@ class Engine:
                 self._num_interrupted += loop.scheduler.num_running
                 loop.interrupt()
             try:
+                self._memory.restore_discarded()
                 with loop.runner.on_stream(stream):
                     self._weights.take(receiver, update)
             except WeightsIncomplete:
@@ -381,9 +386,17 @@ class Engine:
         check_tags(tags)
         self._call(lambda: self._memory.wake(tags), "waking up")
 
+    def discard_weights(self) -> None:
+        """Release the memory of the weights without a copy, until ``update_weights`` brings all of them.
+
+        Only with ``Capabilities.discards_weights``. Nothing is generated meanwhile. Requests keep their tokens.
+        """
+        self._call(self._memory.discard_weights, "discarding the weights")
+
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
+            discards_weights=self._weights.keeps_addresses and self._weights.is_on_gpu,
             dtype=dtype_name(self._model.parameters()),
             rounds=True,
             adapters=self.config.adapter_rank > 0,

@@ -11,6 +11,7 @@ from torch import Tensor
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
 from headwater.engine.model_spec import ModelSpec
+from headwater.engine.virtual_memory import AddressRange
 from headwater.models.device import available_ram as available_ram
 
 _GIB = 2**30
@@ -36,10 +37,14 @@ class KVCache:
 
     On a CPU the cache also records which tokens are broken: NaN, infinite, or so large that products of them may
     overflow. Pages are reused without clearing, and the masks of torch's attention do not stop such values.
+
+    With ``keeps_address``, the tensors have the same addresses after ``free`` and ``allocate_again``.
     """
 
-    def __init__(self, spec: ModelSpec, num_pages: int, page_tokens: int) -> None:
+    def __init__(self, spec: ModelSpec, num_pages: int, page_tokens: int, *, keeps_address: bool = False) -> None:
         self.spec = spec
+        self.keeps_address = keeps_address
+        self._range: AddressRange | None = None
         self.num_pages = num_pages
         self.page_tokens = page_tokens
         self.heads_first = spec.device.type == "cuda"
@@ -57,6 +62,10 @@ class KVCache:
         spec, page = self.spec, self.page_tokens
         inner = (spec.num_kv_heads, page) if self.heads_first else (page, spec.num_kv_heads)
         shape = (spec.num_layers, 2, self.num_pages, *inner, spec.head_dim)
+        if self.keeps_address:
+            if self._range is None:
+                self._range = AddressRange(math.prod(shape) * spec.dtype.itemsize, spec.device)
+            return self._range.tensor(shape, spec.dtype).zero_()
         if spec.device.type == "cuda":
             return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
         # numpy requests zeroed memory from the system, which uses physical memory only once it is written.
@@ -128,10 +137,17 @@ class KVCache:
 
     def free(self) -> None:
         """Release the memory. The contents are lost."""
-        self._take(self._storage.new_empty(0))
+        if self._range is not None:
+            self._range.unmap()
+        else:
+            self._take(self._storage.new_empty(0))
 
     def allocate_again(self) -> None:
-        self._take(self._allocate())
+        if self._range is not None:
+            self._range.map()
+            self._storage.zero_()
+        else:
+            self._take(self._allocate())
         self._broken[:] = False
         self.has_broken = False
 

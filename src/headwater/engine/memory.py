@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -13,14 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.core.errors import BaseMissing, ConfigError, MemoryRefused
+from headwater.core.errors import BaseMissing, ConfigError, MemoryRefused, WeightsIncomplete
 from headwater.core.protocols import ALL_TAGS, MemoryTag, WeightUpdate
 from headwater.engine.kv_cache import KVCache, free_bytes
 from headwater.engine.loop import EngineLoop
+from headwater.engine.virtual_memory import AddressRange
 from headwater.models.checksum import checksum
+from headwater.models.pinned import PinnedMemory
 from headwater.weights.memory import Receiver
 
 _GIB = 2**30
+_ALIGNMENT = 512
+"""Every storage starts at a multiple of this many bytes, as with torch's allocator."""
 _lock = threading.Lock()
 _num_putting_off = 0
 _was_enabled = True
@@ -35,8 +39,45 @@ class ModelWeights:
         self._has_all = False
         """An update of all weights has been taken. Adapters alone belong to the weights of such an update."""
         self._parked: dict[str, Tensor] = {}
+        self._homes: dict[str, Tensor] = {}
+        """Page-locked main memory for each weight that has been parked, kept for the next time."""
+        self._pinned: PinnedMemory | None = None
+        self._range: AddressRange | None = None
         self._change = threading.Lock()
         """Held while weights change or move, and while a checksum reads them."""
+
+    @property
+    def keeps_addresses(self) -> bool:
+        return self._range is not None or self._device.type == "cpu"
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @torch.no_grad()
+    def fix_addresses(self, views: Iterable[Tensor]) -> None:
+        """Move the weights to addresses that stay theirs while they are parked.
+
+        ``views`` are tensors of the runner that share memory with the parameters.
+        """
+        tensors = [*self._model.parameters(), *views]
+        by_storage: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+        offsets, num_bytes = {}, 0
+        for start, group in by_storage.items():
+            offsets[start] = num_bytes
+            num_bytes += -(-group[0].untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+        self._range = AddressRange(num_bytes, self._device)
+        for start, group in by_storage.items():
+            storage = group[0].untyped_storage()
+            place = self._range.tensor((storage.nbytes(),), torch.uint8, offsets[start])
+            place.copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+            del storage
+            for tensor in group:
+                moved = place.view(tensor.dtype)
+                tensor.data = moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        self._synchronize()
 
     def receiver(self, shapes: Mapping[str, tuple[int, ...]], *, adapters_alone: bool = False) -> Receiver:
         """What takes an update of these tensors; ``WeightsError`` if they do not fit the model."""
@@ -56,7 +97,14 @@ class ModelWeights:
     def checksum(self) -> str:
         """The checksum of the present weights, awake or asleep. Generation continues meanwhile; an update waits."""
         with self._change:
+            if self.is_discarded:
+                raise WeightsIncomplete("the engine's weights were discarded; publish new ones first")
             return checksum(self._parked.items() or self._model.named_parameters())
+
+    @property
+    def is_discarded(self) -> bool:
+        """Released without a copy. They come back with the next update."""
+        return self._range is not None and not self._range.is_mapped and not self._parked
 
     @torch.no_grad()
     def park(self) -> None:
@@ -64,24 +112,47 @@ class ModelWeights:
         if self._device.type == "cpu":
             return  # they are already in main memory
         with self._change:
-            for name, parameter in self._model.named_parameters():
-                self._parked[name] = parameter.detach().to("cpu", copy=True)
+            parameters = dict(self._model.named_parameters())
+            if self._pinned is None:
+                self._pinned = PinnedMemory(sum(each.nbytes + 64 for each in parameters.values()))
+            for name, parameter in parameters.items():
+                if name not in self._homes:
+                    self._homes[name] = self._pinned.empty(parameter.shape, parameter.dtype)
+                self._parked[name] = self._homes[name].copy_(parameter, non_blocking=True)
+            self._synchronize()
+            if self._range is not None:
+                self._range.unmap()
+                return
             for parameter in self._model.parameters():
                 parameter.untyped_storage().resize_(0)
 
+    def discard(self) -> None:
+        """Release the memory of the weights without a copy. An update must bring all of them back."""
+        if self._range is None:
+            raise MemoryRefused(
+                "discard_weights: the weights have no fixed addresses, which needs a GPU and engine.keep_addresses=true"
+            )
+        with self._change:
+            self._parked.clear()
+            self._range.unmap()
+            self._has_all = False
+
     @torch.no_grad()
     def unpark(self) -> None:
-        """Move the weights back to the device: the same tensors at new addresses."""
+        """Move the weights back to the device: the same tensors, at new addresses unless these are fixed."""
         if self._device.type == "cpu":
             return
         with self._change:
-            for name, parameter in self._model.named_parameters():
-                storage, parked = parameter.untyped_storage(), self._parked[name]
+            if self._range is not None:
+                self._range.map()
+            for name, parked in self._parked.items():
+                parameter = self._model.get_parameter(name)
+                storage = parameter.untyped_storage()
                 # Merged weights share one storage, which must reach to the end of the last one.
                 needed = (parameter.storage_offset() + parameter.numel()) * parameter.element_size()
-                if storage.nbytes() < needed:
+                if self._range is None and storage.nbytes() < needed:
                     storage.resize_(needed)
-                parameter.copy_(parked)
+                parameter.copy_(parked, non_blocking=True)
             self._synchronize()  # a checksum reads them on another stream
             self._parked.clear()  # last, so that waking can be retried if memory runs out
 
@@ -111,13 +182,32 @@ class DeviceMemory:
         loop.interrupt()
         loop.scheduler.pool.forget()
         loop.runner.synchronize()  # what is freed here may be reused at once, on another stream
-        loop.runner.forget_addresses()
+        if not all(self._keeps_address(tag) for tag in tags):
+            loop.runner.forget_addresses()
         for tag in tags:
-            if tag not in self._asleep:
+            if tag not in self._asleep and not (tag == "weights" and self._weights.is_discarded):
                 self._give_back(tag)
                 self._asleep.add(tag)
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and not all(self._keeps_address(tag) for tag in tags):
             torch.cuda.empty_cache()
+
+    def discard_weights(self) -> None:
+        """Release the weights without a copy. Nothing is generated until an update brings all of them."""
+        loop = self._loop
+        loop.interrupt()
+        loop.scheduler.pool.forget()
+        loop.runner.synchronize()
+        self._weights.discard()
+        loop.needs_weights = True
+        self._asleep.discard("weights")
+
+    def restore_discarded(self) -> None:
+        """Before an update: the memory that the discarded weights had, with undefined contents."""
+        if self._weights.is_discarded:
+            try:
+                self._weights.unpark()
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                raise self._refusal("weights") from error
 
     def wake(self, tags: Sequence[MemoryTag]) -> None:
         """Allocate one tag after another. If memory runs out, the tags allocated so far stay awake."""
@@ -129,6 +219,9 @@ class DeviceMemory:
                     raise self._refusal(tag) from error
                 self._asleep.remove(tag)
         self._loop.is_asleep = bool(self._asleep)
+
+    def _keeps_address(self, tag: MemoryTag) -> bool:
+        return self._cache.keeps_address if tag == "kv_cache" else self._weights.keeps_addresses
 
     def _give_back(self, tag: MemoryTag) -> None:
         if tag == "kv_cache":

@@ -33,6 +33,7 @@ from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.learner.partition import minibatch_rows
 from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard
+from headwater.learner.residency import Residency
 from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
 
@@ -178,6 +179,8 @@ class ForwardEngine:
             trains=self._trains,
             weights=weights,
         )
+        self.residency, self.frozen = Residency(self.device), Residency(self.device)
+        """Of the parameters that are trained, and of the others, whose copy in main memory stays valid."""
 
     @torch.no_grad()
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
@@ -194,18 +197,32 @@ class ForwardEngine:
             reshard(self.module)
         return results
 
+    def prepare_offload(self) -> None:
+        """Start to copy the parameters to main memory while they are still used, but not changed."""
+        for residency, parameters in self._parameters():
+            residency.copy_out(parameters)
+
     def offload(self) -> None:
         """Move everything to main memory, to make room for a rollout on the same device."""
         self._move(CPU)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def onload(self) -> None:
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        self.module.to(device)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
+        for residency, parameters in self._parameters():
+            if device == CPU:
+                residency.release(parameters)
+            else:
+                residency.restore()
+                residency.wait()
+
+    def _parameters(self) -> list[tuple[Residency, Sequence[Tensor]]]:
+        every = list(self.module.parameters())
+        trained = [each for each in every if each.requires_grad]
+        return [(self.residency, trained), (self.frozen, [each for each in every if not each.requires_grad])]
 
     def packs(self, rows: Sequence[PackRow], width: int, max_tokens: int) -> Iterator[tuple[Pack, bool]]:
         """The packs of this rank's rows, and whether their results count.
@@ -328,6 +345,7 @@ class TrainEngine(ForwardEngine):
         gradient that is not finite is skipped and counted, not applied. ``compares_rollouts`` compares the log-probs
         with the column ``rollout_logprobs``.
         """
+        self.residency.changed()
         totals = totals or self.totals(batch)
         if totals.num_tokens == 0:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
@@ -402,12 +420,15 @@ class TrainEngine(ForwardEngine):
         )
 
     def load(self, folder: Path) -> None:
+        self.residency.changed()
+        self.frozen.changed()
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)
 
     def _move(self, device: torch.device) -> None:
+        # The parameters are needed first. The averages arrive while the first passes are computed.
+        super()._move(device)
         for optimizer in self._optimizers:
             optimizer.move(device)
-        super()._move(device)
 
 
 def _loss_columns(batch: DataProto) -> DataProto:

@@ -36,8 +36,8 @@ from headwater.learner.export import (
     unmerged_weights,
     weight_shapes,
 )
+from headwater.learner.held import held_by
 from headwater.learner.lora import without_adapters
-from headwater.learner.optimizer import held_by
 from headwater.learner.rank_files import reporting, see_folder, wait_for_ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
@@ -151,6 +151,7 @@ class LocalLearner:
         policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
         for name, parameter in model.named_parameters():
             held_by(parameter).copy_(held_by(policy[plain_name(name)]))
+        self.reference.frozen.changed()
         if self._is_first:
             # A folder that exists is left from a warm start that did not reach a checkpoint.
             shutil.rmtree(folder, ignore_errors=True)
@@ -270,6 +271,11 @@ class LocalLearner:
         elif order is None and self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.finish()
+
+    def prepare_offload(self) -> None:
+        self.settle()
+        for engine in self._engines():
+            engine.prepare_offload()
 
     def offload(self) -> None:
         self.settle()

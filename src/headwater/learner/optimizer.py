@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,50 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from headwater.config.schema import LearnerConfig, Schedule
 from headwater.core.errors import RunError
+from headwater.learner.held import averages_of, held_by
 from headwater.learner.loss_scale import LossScale
+from headwater.learner.residency import Residency
+from headwater.learner.streamed_averages import StreamedAverages
+from headwater.models.pinned import PinnedMemory
 
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-
-_MAX_BLOCK = 1 << 32
-
-
-def held_by(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds; all of it if the tensor is not sharded."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data
-
-
-def hold(tensor: Tensor, storage: Tensor) -> None:
-    """Make ``tensor``, the same object, hold ``storage``, which may be on another device."""
-    if isinstance(tensor, DTensor):
-        tensor._local_tensor = storage
-    else:
-        tensor.data = storage
-
-
-class PinnedMemory:
-    """Page-locked main memory, which a device copies to and from at full speed.
-
-    torch rounds every pinned tensor up to a power of two, which can waste half of the memory. This class allocates
-    blocks of a power of two and places tensors inside them.
-    """
-
-    def __init__(self, num_bytes: int) -> None:
-        """``num_bytes`` is the expected total. More blocks are allocated on demand."""
-        self._block = min(_MAX_BLOCK, 1 << max(16, (num_bytes - 1).bit_length()))
-        self._free: list[Tensor] = []
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64  # every tensor starts on a cache line
-        for place, rest in enumerate(self._free):
-            if len(rest) >= size:
-                self._free[place] = rest[size:]
-                break
-        else:
-            rest = torch.empty(max(size, self._block), dtype=torch.uint8, pin_memory=True)
-            self._free.append(rest[size:])
-        return rest[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 @dataclass(frozen=True)
@@ -85,8 +50,8 @@ class LearningRate:
 class Optimizer:
     """Applies gradients.
 
-    With ``learner.offload_optimizer``, AdamW's two averages per weight stay in main memory and are copied to the device
-    one parameter at a time. The device then holds weights, gradients and the averages of one parameter.
+    With ``learner.offload_optimizer``, AdamW's two averages per weight stay in main memory and pass through the device
+    in each step (``StreamedAverages``).
     """
 
     def __init__(
@@ -116,8 +81,12 @@ class Optimizer:
         self._num_bad_steps = 0
         self._device = self._parameters[0].device
         self._is_streamed = config.offload_optimizer and self._device.type == "cuda"
-        self._homes: dict[int, Tensor] = {}
-        self._pinned = PinnedMemory(2 * sum(held_by(each).nbytes for each in self._parameters))
+        self._streamed: StreamedAverages | None = None
+        if self._is_streamed:
+            pinned = PinnedMemory(2 * sum(held_by(each).nbytes + 64 for each in self._parameters))
+            self._streamed = StreamedAverages(self._device, pinned)
+        self.residency = Residency(self._device)
+        """Of the averages, if they are not streamed."""
         # A streamed optimiser is one optimiser per parameter, each of which has its turn on the device.
         shares = [[each] for each in self._parameters] if self._is_streamed else [self._parameters]
         self.optimizers = [self._adamw(share) for share in shares]
@@ -144,14 +113,16 @@ class Optimizer:
         norm = _global_norm(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
         stats = {"learning_rate": self.learning_rate, "skipped_steps": 0.0}
         if math.isfinite(norm) and math.isfinite(loss):
+            self.residency.wait()
+            self.residency.changed()
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = stats["learning_rate"]
-                if self._is_streamed:
-                    self._fetch(optimizer)
-                optimizer.step()
-                if self._is_streamed:
-                    self._send_home(optimizer)
+            if self._streamed is not None:
+                self._streamed.step(self.optimizers)
+            else:
+                for optimizer in self.optimizers:
+                    optimizer.step()
             self.num_steps += 1
             self._num_bad_steps = 0
             stats["grad_norm"] = norm
@@ -179,6 +150,7 @@ class Optimizer:
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """AdamW's step count and averages of one parameter. Empty before the first step."""
+        self.residency.wait()
         for optimizer in self.optimizers:
             if parameter in optimizer.state:
                 return {name: value for name, value in optimizer.state[parameter].items() if isinstance(value, Tensor)}
@@ -187,7 +159,9 @@ class Optimizer:
     def reset_state(self, parameters: Collection[nn.Parameter]) -> None:
         """Discard all averages and allocate those of ``parameters``, which a checkpoint fills next."""
         wanted = {id(parameter) for parameter in parameters}
-        self._homes.clear()
+        self.residency.changed()
+        if self._streamed is not None:
+            self._streamed.forget()
         for optimizer in self.optimizers:
             optimizer.state.clear()
             for parameter in optimizer.param_groups[0]["params"]:
@@ -198,9 +172,14 @@ class Optimizer:
                     "exp_avg": torch.zeros_like(parameter),
                     "exp_avg_sq": torch.zeros_like(parameter),
                 }
-            if self._is_streamed:
-                self._send_home(optimizer)
+            if self._streamed is not None:
+                self._streamed.send_home(optimizer)
         self.settle()
+
+    @property
+    def num_bytes_moved(self) -> int:
+        """Of the averages, between the device and main memory, since the beginning."""
+        return self.residency.num_bytes_moved + (self._streamed.num_bytes_moved if self._streamed is not None else 0)
 
     @property
     def learning_rate(self) -> float:
@@ -220,36 +199,10 @@ class Optimizer:
         """Move the averages. A streamed optimiser keeps them in main memory."""
         if self._is_streamed:
             return
-        for optimizer in self.optimizers:
-            if device == CPU:
-                self._send_home(optimizer)
-            else:
-                self._fetch(optimizer)
-
-    @torch.no_grad()
-    def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the averages to the device."""
-        for average in _averages(optimizer):
-            hold(average, held_by(average).to(self._device, non_blocking=True))
-
-    @torch.no_grad()
-    def _send_home(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy the averages to main memory. Each keeps the same memory for the whole run."""
-        for average in _averages(optimizer):
-            held = held_by(average)
-            if held.device == CPU:
-                continue
-            if id(average) not in self._homes:
-                self._homes[id(average)] = self._pinned.empty(held.shape, held.dtype)
-            hold(average, self._homes[id(average)].copy_(held, non_blocking=True))
-
-
-def _averages(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """AdamW's state except the step counts, whose device AdamW chooses."""
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.ndim:
-                yield value
+        if device == CPU:
+            self.residency.release(average for each in self.optimizers for average in averages_of(each))
+        else:
+            self.residency.restore()  # the next step waits for the copy
 
 
 def _global_norm(norm: Tensor) -> float:

@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from headwater.core.disk import disk_full
 from headwater.core.errors import DamagedCheckpoint, RunError
 from headwater.learner.export import trained_parameters
+from headwater.learner.held import held_by
 from headwater.learner.lora import adapter_alpha
-from headwater.learner.optimizer import Optimizer, held_by
+from headwater.learner.optimizer import Optimizer
 from headwater.learner.ranks import Ranks
 from headwater.models.save import write_safetensors
 from headwater.models.sharded_load import first_row

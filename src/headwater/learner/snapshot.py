@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from headwater.core.waits import wait_for_future
 from headwater.learner.export import merged_pieces, plain_name, trained_parameters
-from headwater.learner.optimizer import PinnedMemory, held_by
+from headwater.learner.held import held_by
 from headwater.learner.ranks import Ranks
 from headwater.learner.sharded_checkpoint import (
     FOLDER,
@@ -42,6 +42,7 @@ from headwater.learner.sharded_checkpoint import (
     writes,
 )
 from headwater.models.device import available_ram
+from headwater.models.pinned import PinnedMemory
 
 COPY_LIMIT_S = 600.0
 _SHARE_OF_MEMORY = 0.5

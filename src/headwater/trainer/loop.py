@@ -12,6 +12,7 @@ from typing import Any
 from headwater.config.schema import Config
 from headwater.core.errors import CopyFailed, DiskFull, HeadwaterError, RankFailed, RolloutFailed
 from headwater.core.interrupts import Interrupts
+from headwater.core.memory_plan import MemoryPlan
 from headwater.core.protocols import ProfileOrder
 from headwater.core.records import Prompt, Trajectory
 from headwater.core.threads import sharing_interpreter
@@ -27,6 +28,7 @@ from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, Traine
 from headwater.trainer.evaluate import evaluate
 from headwater.trainer.experience import Experience
 from headwater.trainer.learner_setup import TrainingParts
+from headwater.trainer.memory_turns import MemoryTurns
 from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
@@ -59,9 +61,10 @@ class Trainer:
         last_step: int | None = None,
         notices: Sequence[str] = (),
         callbacks: Sequence[Callback] = (),
+        plan: MemoryPlan | None = None,
     ) -> None:
         """``last_step`` ends training before ``trainer.total_steps`` and changes nothing else. ``notices`` are for the
-        doctor."""
+        doctor. ``plan`` says what leaves the GPU when."""
         self._callbacks = callbacks
         self._unsaid: dict[int, Path] = {}
         """The checkpoint that callbacks were not told about yet."""
@@ -97,8 +100,9 @@ class Trainer:
             trackers=self._trackers if config.trainer.trackers else None,
             num_tracked_samples=config.trainer.num_tracked_samples,
             reward_counts=rollout.reward_counts,
-            engine_metrics=self._engine_watch.take,
+            engine_metrics=lambda: {**self._engine_watch.take(), **self._turns.take_report()},
         )
+        self._turns = MemoryTurns(config, plan, self._learner, rollout.engine, self._stage)
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
         self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)
@@ -230,6 +234,7 @@ class Trainer:
             while self._goes_on():
                 batch = self._take()
                 with self._interrupts.deferred("this update"):
+                    self._turns.train()
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     sent = self._publish()
@@ -252,23 +257,8 @@ class Trainer:
         """Groups for one step, none of them too old. Later groups continue to be generated if allowed."""
         self._recorder.begin_step()
         self._profile(self._state.step + 1, is_start=True)
-        with self._generating(), self._stage("wait", batch=self._state.step + 1):
+        with self._turns.generating(), self._stage("wait", batch=self._state.step + 1):
             return self._rollouts.prepare_batch(self._stream)
-
-    @contextmanager
-    def _generating(self) -> Iterator[None]:
-        """With ``learner.offload_during_rollout``, the learner and the engine's cache take turns on the device."""
-        if not self._config.learner.offload_during_rollout:
-            yield
-            return
-        try:
-            with self._recorder.stage("offload"):
-                self._learner.offload()
-            with self._parts.cache_awake():
-                yield
-        finally:
-            with self._recorder.stage("offload"):
-                self._learner.onload()
 
     @contextmanager
     def _stage(self, name: str, **args: object) -> Iterator[None]:
@@ -282,7 +272,8 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             failed = self._learner.status().failure
-            raise memory_full(error, name, self._config, {} if failed else self._learner.shapes()) from error
+            shapes = {} if failed else self._learner.shapes()
+            raise memory_full(error, name, self._config, shapes, self._turns.plan) from error
 
     def _make_experience(self, batch: RolloutBatch) -> Experience:
         with self._stage("experience"):
@@ -299,6 +290,7 @@ class Trainer:
         if self._config.run.deterministic:
             with self._stage("wait", batch=step):
                 self._rollouts.finish_all()
+        self._turns.publishing()
         with self._stage("publish", version=step):
             self._recorder.flush()  # the weights that are replaced now have been compared
             learned, metrics = self._send_new(step)
@@ -380,7 +372,7 @@ class Trainer:
             self._save()
 
     def _run_evaluation(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
-        with self._generating():
+        with self._turns.generating():
             return self._parts.eval_rollouts.rollout_batch(draws)
 
     def _save_evaluation(self, number: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
@@ -402,7 +394,7 @@ class Trainer:
         def sampled_reward() -> float:
             self._send(0)
             probe = min(config.eval.num_prompts or _NUM_PROBED, len(self._training.train_data))
-            with self._generating():
+            with self._turns.generating():
                 run = self._parts.probe_rollouts.rollout_batch
                 probed = evaluate(run, self._training.train_data, probe, config.run.seed)
             return probed.reward_mean

@@ -10,6 +10,7 @@ import torch
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
 from headwater.core.errors import DeviceMemoryFull
+from headwater.core.memory_plan import MemoryPlan
 from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
 from headwater.models.device import resolve_device
@@ -27,6 +28,7 @@ _WORK = {
     "offload": "moving the learner between the device and main memory",
 }
 """What the stages of a step do, for the message."""
+_NUM_HOLDERS = 5
 NEW_RUN = "in a new run"
 """Marks settings that a resume refuses to change, because the checkpoint depends on them."""
 
@@ -46,16 +48,32 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def memory_full(
-    error: BaseException, stage: str, config: Config, shapes: Mapping[str, tuple[int, ...]]
+    error: BaseException,
+    stage: str,
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    plan: MemoryPlan | None = None,
 ) -> DeviceMemoryFull:
-    """``shapes`` are those of the policy's weights."""
+    """``shapes`` are those of the policy's weights. The ``plan`` of the run names the largest holders of memory."""
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     cause = str(error).partition("\n")[0][:300]
     lines = "\n".join(f"  - {line}" for line in remedies(stage, config, num_weights, _vocabulary(shapes)))
     return DeviceMemoryFull(
         f"out of memory while {_WORK.get(stage, stage)} ({cause}). The policy has {num_weights / 1e6:.0f} million "
-        f"weights. These settings need less; change one, then resume (not those for a new run):\n{lines}"
+        f"weights. {_largest(stage, plan)}These settings need less; change one, then resume (not those for a new "
+        f"run):\n{lines}"
     )
+
+
+def _largest(stage: str, plan: MemoryPlan | None) -> str:
+    """A sentence about the holders of memory in the phase of a stage, the largest first."""
+    if plan is None:
+        return ""
+    generates = stage in ("wait", "evaluate")
+    sizes = {tag: way.generate if generates else way.train for tag, way in plan.holders.items()}
+    named = sorted(sizes, key=lambda tag: -sizes[tag])[:_NUM_HOLDERS]
+    parts = ", ".join(f"{tag.replace('_', ' ')} {show_bytes(sizes[tag])}" for tag in named if sizes[tag])
+    return f"The plan of the run counts, of {show_bytes(plan.budget.device)} that were free at its start: {parts}. "
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -64,7 +82,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def remedies(stage: str, config: Config, num_weights: int, vocabulary: int) -> Iterator[str]:
     """Settings that reduce the memory of a stage, those that cost the least speed first."""
-    if stage in ("experience", "evaluate") or stage == "wait":
+    if stage in ("experience", "evaluate", "wait", "offload"):
         yield from _of_forward(config, vocabulary) if stage == "experience" else _of_generation(config, num_weights)
     if stage == "train":
         yield from _of_update(config, num_weights, vocabulary)

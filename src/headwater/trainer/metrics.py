@@ -19,6 +19,7 @@ from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import EngineStatus
 from headwater.core.records import DropKind, Trajectory
+from headwater.engine.virtual_memory import mapped_bytes
 from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
 from headwater.rollout.snapshot import Books
 
@@ -184,7 +185,7 @@ class StageMemory:
     def leave(self, stage: str) -> None:
         self._host[stage] = max(self._host.get(stage, 0), resident_bytes())
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            self._gpu[stage] = max(self._gpu.get(stage, 0), torch.cuda.max_memory_allocated())
+            self._gpu[stage] = max(self._gpu.get(stage, 0), torch.cuda.max_memory_allocated() + mapped_bytes())
             torch.cuda.reset_peak_memory_stats()
 
     def take(self) -> dict[str, float]:
@@ -199,9 +200,9 @@ class StageMemory:
             metrics["memory/machine_used_gib"] = used / _GIB
         if gpu:
             metrics |= {
-                "memory/gpu_gib": torch.cuda.memory_allocated() / _GIB,
+                "memory/gpu_gib": (torch.cuda.memory_allocated() + mapped_bytes()) / _GIB,
                 "memory/gpu_peak_gib": max(gpu.values()) / _GIB,
-                "memory/gpu_reserved_gib": torch.cuda.memory_reserved() / _GIB,
+                "memory/gpu_reserved_gib": (torch.cuda.memory_reserved() + mapped_bytes()) / _GIB,
                 **{f"memory/{stage}/gpu_peak_gib": value / _GIB for stage, value in gpu.items()},
             }
         return metrics

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,17 +75,8 @@ class RolloutParts:
     """With ``reward.join: late``, adds the score to a trajectory of a training batch."""
 
     def sleep_cache(self) -> None:
-        """Release the memory of the KV cache until ``cache_awake``. The engine still accepts new weights."""
+        """Release the memory of the KV cache until it is woken. The engine still accepts new weights."""
         self.engine.sleep(_CACHE)
-
-    @contextmanager
-    def cache_awake(self) -> Iterator[None]:
-        """Have the KV cache in memory inside this block."""
-        self.engine.wake(_CACHE)
-        try:
-            yield
-        finally:
-            self.sleep_cache()
 
     def check_prompts(self, config: Config, dataset: PromptDataset, key: str) -> None:
         """Refuse prompts that the engine could not answer or the reward function could not score.

@@ -106,6 +106,18 @@ CLASHES = [
         "learner.offload_during_rollout = true",
         ["rollout.max_staleness = 2", "rollout.max_staleness=0"],
     ),
+    (["learner.residency=[auto, kv_cache]"], "learner.residency = [auto, kv_cache]", ["[auto], [resident]"]),
+    (
+        ["rollout.max_staleness=2", "learner.residency=[kv_cache]"],
+        "learner.residency = [kv_cache]",
+        ["rollout.max_staleness = 2", "use [auto]"],
+    ),
+    ([OWN, "learner.residency=[parameters]"], "learner.residency = [parameters]", ["rollout.backend=embedded"]),
+    (
+        ["learner.residency=[weights]", "lora.rank=4", "rollout.publish=adapter"],
+        "learner.residency = [weights]",
+        ["rollout.publish=full", "leave weights out"],
+    ),
 ]
 
 

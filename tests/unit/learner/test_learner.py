@@ -15,9 +15,9 @@ from headwater.config.schema import AlgorithmConfig, Config, CriticConfig, Learn
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters
-from headwater.learner.optimizer import held_by
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.models import save as save_module
 from headwater.models.checksum import checksum

@@ -10,7 +10,7 @@ import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import DeviceMemoryFull, RolloutFailed
 from headwater.learner.build import LearnerSpec
 from headwater.learner.learner import LocalLearner
 from headwater.observe.progress import Display
@@ -82,7 +82,7 @@ def test_a_learner_that_could_not_leave_is_brought_back(run):
     def fails(_):
         raise MemoryError("no main memory left")
 
-    with pytest.raises(MemoryError):
+    with pytest.raises(DeviceMemoryFull, match="out of memory while moving the learner"):
         run("warm_start.num_steps=0", "eval.before=false", offload=fails)
     assert run.calls == ["learner leaves", "learner returns"]
 

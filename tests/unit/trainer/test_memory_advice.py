@@ -14,7 +14,7 @@ from headwater.core.errors import ConfigError
 from headwater.trainer import memory_advice
 from headwater.trainer.memory_advice import NEW_RUN, remedies
 
-STAGES = ("wait", "experience", "train", "publish")
+STAGES = ("wait", "experience", "train", "publish", "offload")
 PPO = ["algorithm.advantage=gae", "critic.enabled=true"]
 
 

@@ -6,7 +6,7 @@ model's parameters become views of the merged tensors, so names, checkpoints and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -130,6 +130,15 @@ class FusedDecoder:
                 layer.down.adapters.add_to(residual, gated)
             hidden = ops.linear_add_rms_norm(gated, layer.down, residual, next_norm, layer.eps)
         return hidden
+
+    def merged_weights(self) -> Iterator[Tensor]:
+        """The tensors that several parameters of the model are views of."""
+        for layer in self._layers:
+            for projection in (layer.qkv, layer.output, layer.gate_up, layer.down):
+                down = projection.adapters.down if projection.adapters is not None else None
+                for each in (projection.weight, projection.bias, down):
+                    if each is not None and not isinstance(each, nn.Parameter):
+                        yield each
 
     def _linear(self, x: Tensor, projection: Projection) -> Tensor:
         product = self._ops.linear(x, projection.weight, projection.bias)

@@ -85,6 +85,10 @@ class Runner:
         """The number of rows that are computed when ``num_rows`` are in use."""
         return num_rows
 
+    def weight_views(self) -> list[Tensor]:
+        """Tensors other than the model's parameters that share memory with them."""
+        return list(self._fused.merged_weights()) if self._fused is not None else []
+
     def forget_addresses(self) -> None:
         """Called before weights or cache move: discard everything that depends on their addresses."""
 

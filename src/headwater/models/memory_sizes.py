@@ -1,0 +1,189 @@
+"""How much memory a run's models, gradients, averages, activations and caches take, before anything is loaded.
+
+Weights, gradients and averages follow from the number of parameters. Activations and workspaces are estimates, checked
+against peaks that were measured on an H200 (``docs/performance.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwater.config.schema import Config
+from headwater.models.builtin.tiny import build_config, find_preset
+from headwater.models.device import resolve_dtype
+from headwater.models.folder import quiet
+from headwater.models.load import read_config
+from headwater.models.source import locate, resolve_model
+
+TRAINED_BYTES, GRADIENT_BYTES, AVERAGES_BYTES = 4, 4, 8
+"""Of one trained weight: itself and its gradient in float32, and AdamW's two averages."""
+_LOGITS_CHUNK_BYTES = 1 << 30
+"""The learner computes logits in chunks of this size (``learner/packed_module.py``)."""
+_KEPT_PER_TOKEN = 25
+"""Values that a layer keeps for its backward pass, per token and hidden unit, if nothing is recomputed."""
+_ROW_BYTES = 10
+"""Per logit of a row that is decoded: the logit, its float32 copy and a float32 result."""
+BUCKET_BYTES = 1 << 29
+"""Averages in one bucket of ``learner/streamed_averages.py``, of which three are in flight."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Shapes of a decoder, and the number of its parameters."""
+
+    num_parameters: int
+    num_root_parameters: int
+    """Outside of the layers: the embedding, and the output layer if it is not the same tensor."""
+    largest_parameter: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    kv_values_per_token: int
+    linear_shapes: tuple[tuple[str, int, int], ...] = ()
+    """The last part of the name, input and output size of every linear layer except the output layer."""
+
+    @classmethod
+    def read(cls, path: str, key: str = "model.path") -> ModelSize:
+        """From the model's config alone. Weights are neither read nor allocated."""
+        source = resolve_model(path, key)
+        config = build_config(find_preset(path)) if source.kind == "tiny" else read_config(locate(source), key)
+        return cls.of_config(config)
+
+    @classmethod
+    def of_config(cls, config: Any) -> ModelSize:
+        from transformers import AutoModelForCausalLM
+
+        text = config.get_text_config(decoder=True)
+        with torch.device("meta"), quiet():
+            model = AutoModelForCausalLM.from_config(text)
+        return cls.of(model)
+
+    @classmethod
+    def of(cls, model: Any) -> ModelSize:
+        config = model.config
+        in_layers = sum(each.numel() for each in model.get_decoder().layers.parameters())
+        every = [each.numel() for each in model.parameters()]
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head = model.get_output_embeddings()
+        return cls(
+            num_parameters=sum(every),
+            num_root_parameters=sum(every) - in_layers,
+            largest_parameter=max(every),
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            kv_values_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim,
+            linear_shapes=tuple(
+                (name.rpartition(".")[2], each.in_features, each.out_features)
+                for name, each in model.named_modules()
+                if isinstance(each, nn.Linear) and each is not head
+            ),
+        )
+
+    def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
+        """Of LoRA adapters on the layers with these names, or on all."""
+        return sum(rank * (into + out) for name, into, out in self.linear_shapes if not targets or name in targets)
+
+    def activation_bytes(self, num_tokens: int, itemsize: int, *, is_checkpointed: bool) -> int:
+        """The peak of a forward and backward pass, without weights and gradients of the whole model.
+
+        It is reached either in the output layer or in a layer, whichever needs more.
+        """
+        kept = 1 if is_checkpointed else _KEPT_PER_TOKEN
+        inputs = num_tokens * self.num_layers * self.hidden_size * itemsize * kept
+        logits = 2 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * itemsize)
+        head = self.vocab_size * self.hidden_size
+        at_head = logits + self.num_root_parameters * itemsize + head * (itemsize + TRAINED_BYTES)
+        layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
+        recomputed = num_tokens * (16 * self.hidden_size + 5 * self.intermediate_size) * itemsize
+        at_layer = recomputed + (self.num_root_parameters + head) * itemsize + layer * (2 * itemsize + GRADIENT_BYTES)
+        return inputs + max(at_head, at_layer)
+
+    def forward_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """The peak of a pass without gradients."""
+        per_token = (6 * self.hidden_size + 3 * self.intermediate_size) * itemsize
+        logits = 3 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * itemsize)
+        return num_tokens * per_token + logits + self.num_root_parameters * itemsize
+
+    def prefill_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """What the engine needs for a pass over prompts."""
+        return num_tokens * (6 * self.hidden_size + 3 * self.intermediate_size) * itemsize
+
+    def decode_bytes(self, num_rows: int) -> int:
+        """What the engine's CUDA graphs hold."""
+        return num_rows * self.vocab_size * _ROW_BYTES
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """Bytes of everything that a run holds on the GPU that its engine and its learner share."""
+
+    weights: int
+    """The engine's."""
+    parameters: int
+    """Of the policy, and of the critic, the reference and the reward model if there are any."""
+    gradients: int
+    optimizer: int
+    streamed: int
+    """Averages that are on the device at once if they are streamed."""
+    activations: int
+    """Of the pass that needs the most, beside the gradients."""
+    prefill: int
+    graphs: int
+    kv_token: int
+    """One token in the KV cache."""
+
+    @classmethod
+    def of(
+        cls, config: Config, policy: ModelSize, others: dict[str, ModelSize], num_rows: int, prefill: int
+    ) -> RunSizes:
+        """``others`` are the critic, the reference and the reward model, by their section of the config.
+
+        ``num_rows`` and ``prefill`` are those of the engine: sequences at once, and tokens of a prefill pass.
+        """
+        item = resolve_dtype(config.model.dtype, config.model.device).itemsize
+        learner, lora = config.learner, config.lora
+        trained = policy.adapter_parameters(lora.rank, lora.targets) if lora.rank else policy.num_parameters
+        parameters = policy.num_parameters * item + trained * TRAINED_BYTES if lora.rank else trained * TRAINED_BYTES
+        largest = policy.largest_parameter if not lora.rank else 0
+        if "critic" in others:
+            trained += others["critic"].num_parameters
+            parameters += others["critic"].num_parameters * TRAINED_BYTES
+            largest = max(largest, others["critic"].largest_parameter)
+        for name in ("reference", "reward"):
+            if name in others:
+                parameters += others[name].num_parameters * item
+        passes = [policy, *(others[name] for name in ("critic",) if name in others)]
+        checkpointed = learner.checkpoint_activations
+        activations = max(
+            each.activation_bytes(learner.max_tokens_per_microbatch, item, is_checkpointed=checkpointed)
+            for each in passes
+        )
+        gradients = trained * GRADIENT_BYTES
+        if _makes_forward_passes(config, others):
+            forward = max(each.forward_bytes(learner.forward_tokens, item) for each in (policy, *others.values()))
+            activations = max(activations, forward - gradients)
+        window = min(trained * AVERAGES_BYTES, max(BUCKET_BYTES, largest * AVERAGES_BYTES) + 2 * BUCKET_BYTES)
+        return cls(
+            weights=policy.num_parameters * item,
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=trained * AVERAGES_BYTES,
+            streamed=max(0, window - activations),  # a step is taken when activations are gone
+            activations=activations,
+            prefill=policy.prefill_bytes(prefill, item),
+            graphs=policy.decode_bytes(num_rows),
+            kv_token=policy.kv_values_per_token * item,
+        )
+
+
+def _makes_forward_passes(config: Config, others: dict[str, ModelSize]) -> bool:
+    """Whether the learner computes log-probs, values or scores besides its updates."""
+    return bool(others) or config.algorithm.old_logprobs != "rollout" or config.trainer.save_learner_logprobs

@@ -1,0 +1,301 @@
+"""The memory plan of a run: what its config, its models and its GPU say about ``core.memory_plan``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headwater.config.schema import Config
+from headwater.core.disk import show_bytes
+from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.memory_plan import (
+    GIB,
+    MOVED,
+    RELEASED,
+    RESIDENT,
+    STREAMED,
+    Budget,
+    Cache,
+    Holder,
+    MemoryPlan,
+    NoPlan,
+    Way,
+    grown,
+    make_plan,
+)
+from headwater.engine.engine import GPU_PREFILL_TOKENS, GPU_SEQUENCES
+from headwater.engine.kv_cache import SHARED_FRACTION, free_bytes
+from headwater.engine.virtual_memory import is_supported
+from headwater.models.device import available_ram, resolve_device
+from headwater.models.memory_sizes import ModelSize, RunSizes
+
+logger = logging.getLogger(__name__)
+
+_RESERVE, _LEAST_RESERVE = 0.03, GIB
+"""Part of the GPU that a plan leaves free, and the least of it: estimates are not exact, and memory is fragmented."""
+_HOST_SHARE = 0.85
+"""Of the free main memory, the most that copies may take."""
+_CERTAIN = 0.6
+"""Part of the estimated activations that a run is refused for. The rest of the sizes are exact."""
+_PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Models:
+    """The sizes of the models of a run."""
+
+    policy: ModelSize
+    others: dict[str, ModelSize]
+    """The critic, the reference and the reward model, by their section of the config."""
+
+    @classmethod
+    def read(cls, config: Config, model_path: str) -> Models:
+        policy = ModelSize.read(model_path)
+        algorithm, others = config.algorithm, {}
+        if config.critic.enabled:
+            others["critic"] = ModelSize.read(config.critic.path, "critic.path") if config.critic.path else policy
+        if (algorithm.kl_in_loss > 0 or algorithm.kl_in_reward > 0) and (config.reference.path or not config.lora.rank):
+            path = config.reference.path
+            others["reference"] = ModelSize.read(path, "reference.path") if path else policy
+        if config.reward.model:
+            others["reward"] = ModelSize.read(config.reward.model, "reward.model")
+        return cls(policy, others)
+
+    def sizes(self, config: Config) -> RunSizes:
+        prefill = config.engine.max_prefill_tokens or GPU_PREFILL_TOKENS
+        return RunSizes.of(config, self.policy, self.others, num_in_flight(config), prefill)
+
+
+def is_planned(config: Config, num_ranks: int = 1) -> bool:
+    """Whether an engine of ours and a learner of one process share a GPU."""
+    return (
+        config.cluster.kind == "local"
+        and num_ranks == 1
+        and not config.rollout.is_separate
+        and config.rollout.backend == "embedded"
+        and not config.eval.only
+        and resolve_device(config.model.device).type == "cuda"
+    )
+
+
+def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan | None:
+    """The plan, before anything is loaded. None where none is made. Raises ``ConfigError`` if nothing fits."""
+    if not is_planned(config, num_ranks):
+        return None
+    device = resolve_device(config.model.device)
+    try:
+        models = Models.read(config, model_path)
+    except HeadwaterError:
+        raise
+    except Exception as error:  # noqa: BLE001  architectures raise arbitrary errors for what they do not expect
+        logger.warning("no memory plan, because the sizes of the models are not known: %s", error)
+        return None
+    budget = budget_of(config, free_bytes(device), available_ram())
+    return plan_memory(config, models, budget, can_discard=is_supported(device))
+
+
+def budget_of(config: Config, device_bytes: int, host_bytes: int) -> Budget:
+    return Budget(
+        device=device_bytes,
+        host=int(_HOST_SHARE * host_bytes),
+        reserve=max(_LEAST_RESERVE, int(_RESERVE * device_bytes)),
+        at_once=config.rollout.max_staleness > 0,
+    )
+
+
+def plan_memory(config: Config, models: Models, budget: Budget, *, can_discard: bool) -> MemoryPlan:
+    """The plan for these sizes. Raises ``ConfigError`` with numbers if nothing fits."""
+    sizes = models.sizes(config)
+
+    def plan(sizes: RunSizes, budget: Budget) -> MemoryPlan:
+        holders = holders_of(config, sizes, can_discard=can_discard)
+        return make_plan(holders, budget, cache_of(config, sizes, budget), is_allowed=_leave_together)
+
+    try:
+        return plan(sizes, budget)
+    except NoPlan as error:
+        least = error.least
+    # Activations are estimated, and must not refuse what may work: only what is certain does.
+    certain = replace(sizes, activations=int(_CERTAIN * sizes.activations))
+    tight = replace(budget, reserve=0)
+    try:
+        plan(certain, tight)
+    except NoPlan as error:
+        raise ConfigError([_refusal(config, models, error)]) from error
+    return grown(least, cache_of(config, sizes, budget))
+
+
+def _leave_together(plan: MemoryPlan) -> bool:
+    """A learner that leaves takes its averages along, unless they are in main memory anyway."""
+    return plan.ways["parameters"] != MOVED or plan.ways["optimizer"] != RESIDENT
+
+
+def holders_of(config: Config, sizes: RunSizes, *, can_discard: bool) -> list[Holder]:
+    """Everything but the KV cache, with the ways that the config allows.
+
+    ``can_discard`` says that the engine has fixed addresses: its weights can be released without a copy, because the
+    next publication brings all of them.
+    """
+    may = _Allowed.of(config)
+    weights = [Way(RESIDENT, sizes.weights, sizes.weights)]
+    if can_discard and config.rollout.publish == "full":
+        weights.append(Way(RELEASED, sizes.weights, 0))
+    parameters = [
+        Way(RESIDENT, sizes.parameters, sizes.parameters),
+        Way(MOVED, 0, sizes.parameters, moved=2 * sizes.parameters, host=sizes.parameters),
+    ]
+    averages = sizes.optimizer
+    optimizer = [
+        Way(RESIDENT, averages, averages),
+        Way(STREAMED, 0, sizes.streamed, moved=2 * averages, host=averages),
+        Way(MOVED, 0, averages, moved=2 * averages, host=averages),
+    ]
+    return [
+        Holder("weights", may.ways("weights", weights)),
+        Holder("parameters", may.ways("parameters", parameters)),
+        Holder("optimizer", may.ways("optimizer", optimizer)),
+        Holder("gradients", (Way(RESIDENT, 0, sizes.gradients),)),
+        Holder("activations", (Way(RESIDENT, sizes.prefill, sizes.activations),)),
+        Holder("graphs", (Way(RESIDENT, sizes.graphs, sizes.graphs),)),
+    ]
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    """Which ways the settings leave to the plan."""
+
+    config: Config
+
+    @classmethod
+    def of(cls, config: Config) -> _Allowed:
+        return cls(config)
+
+    def ways(self, tag: str, ways: Sequence[Way]) -> tuple[Way, ...]:
+        wanted = self.names(tag)
+        return tuple(way for way in ways if way.name in wanted) or (ways[0],)
+
+    def names(self, tag: str) -> set[str]:
+        learner = self.config.learner
+        takes_turns = self.config.rollout.max_staleness == 0
+        if tag == "optimizer" and learner.offload_optimizer:
+            return {STREAMED}
+        if learner.offload_during_rollout and tag in ("parameters", "optimizer"):
+            return {MOVED}
+        if learner.offload_during_rollout and tag == "kv_cache":
+            return {RELEASED}
+        away = {"weights": RELEASED, "kv_cache": RELEASED, "parameters": MOVED, "optimizer": STREAMED}[tag]
+        if tag in learner.residency:
+            return {away}
+        if learner.residency == ("auto",) and (takes_turns or away == STREAMED):
+            return {RESIDENT, away}
+        return {RESIDENT}
+
+
+def num_in_flight(config: Config) -> int:
+    """Responses that the engine generates at the same time."""
+    groups = config.rollout.max_concurrent_groups or config.trainer.num_prompts_per_step * (
+        1 + config.rollout.max_staleness
+    )
+    return min(config.engine.max_sequences or GPU_SEQUENCES, groups * config.rollout.num_samples_per_prompt)
+
+
+def cache_of(config: Config, sizes: RunSizes, budget: Budget) -> Cache:
+    """The KV cache that the run can use, and the one it cannot do without."""
+    ways = tuple(sorted(_Allowed.of(config).names("kv_cache"), key=[RESIDENT, RELEASED].index))
+    settings = config.engine
+    if settings.kv_cache_gib:
+        given = int(settings.kv_cache_gib * GIB)
+        return Cache(given, given, given, ways)
+    left = max(0, budget.device - sizes.weights - sizes.prefill - sizes.graphs)
+    if settings.memory_fraction:
+        given = int(settings.memory_fraction * left)
+        return Cache(given, given, given, ways)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    pages = -(-longest // _PAGE_TOKENS) + 1
+    one = sizes.kv_token * _PAGE_TOKENS * (pages + 2)
+    needed = max(one, sizes.kv_token * _PAGE_TOKENS * pages * num_in_flight(config))
+    usual = int(SHARED_FRACTION * left)
+    return Cache(min(needed, max(one, usual)), one, max(needed, usual), ways)
+
+
+def planned(config: Config, plan: MemoryPlan | None) -> Config:
+    """The config for engine and learner, with what the plan has decided."""
+    if plan is None:
+        return config
+    engine, learner = config.engine, config.learner
+    if not engine.kv_cache_gib and not engine.memory_fraction:
+        engine = replace(engine, kv_cache_gib=plan.kv_cache / GIB)
+    if RELEASED in (plan.ways["weights"], plan.ways["kv_cache"]):
+        engine = replace(engine, keep_addresses=True)
+    if plan.ways["optimizer"] == STREAMED:
+        learner = replace(learner, offload_optimizer=True)
+    return replace(config, engine=engine, learner=learner)
+
+
+def describe_plan(plan: MemoryPlan) -> str:
+    """What a run prints about its plan when it starts."""
+    text = f"Memory of the GPU:\n{plan.table()}"
+    if plan.fits:
+        return text
+    return (
+        f"{text}\nBy estimate the run needs {show_bytes(plan.peak)} of the {show_bytes(plan.budget.device)} that are free, "
+        "and may run out of memory. learner.checkpoint_activations=true and a smaller learner.max_tokens_per_microbatch "
+        "need less."
+    )
+
+
+def _refusal(config: Config, models: Models, error: NoPlan) -> str:
+    least = error.least
+    holders = sorted(least.holders.items(), key=lambda each: -max(each[1].generate, each[1].train))
+    largest = ", ".join(f"{tag} {show_bytes(max(way.generate, way.train))}" for tag, way in holders[:4])
+    if least.ways["optimizer"] == STREAMED:  # by the plan, or because the config says so
+        config = replace(config, learner=replace(config.learner, offload_optimizer=True))
+    lines = "".join(f"\n  - {line}" for line in savings(config, models))
+    if least.host > least.budget.host:
+        usable = show_bytes(least.budget.host)
+        what = f"copies in main memory need {show_bytes(least.host)}, and {usable} of it can be used"
+    else:
+        phase = "training" if least.train >= least.generate else "generation"
+        phase = "generation and training at the same time" if least.budget.at_once else phase
+        what = (
+            f"{phase} needs at least {show_bytes(least.peak)} of GPU memory, and {show_bytes(least.budget.device)} are "
+            f"free: {show_bytes(error.missing)} are missing"
+        )
+    residency = ", ".join(config.learner.residency)
+    return f"learner.residency = {residency}: {what}. The largest parts are {largest}. These settings need less:{lines}"
+
+
+def savings(config: Config, models: Models) -> Iterator[str]:
+    """Settings that reduce the memory of a run, each with the bytes it saves at the peak of training."""
+    now = models.sizes(config)
+    for text, change in _changes(config):
+        other = change(config)
+        then = models.sizes(other)
+        saved = _trained_bytes(config, now) - _trained_bytes(other, then)
+        if saved > 0:
+            yield f"{text}: saves {show_bytes(saved)}"
+
+
+def _trained_bytes(config: Config, sizes: RunSizes) -> int:
+    optimizer = sizes.streamed if config.learner.offload_optimizer else sizes.optimizer
+    return sizes.parameters + sizes.gradients + sizes.activations + optimizer
+
+
+def _changes(config: Config) -> Iterator[tuple[str, Callable[[Config], Config]]]:
+    learner = config.learner
+
+    def learning(**values: object) -> Callable[[Config], Config]:
+        return lambda each: replace(each, learner=replace(each.learner, **values))  # type: ignore[arg-type]
+
+    if not learner.checkpoint_activations:
+        yield "learner.checkpoint_activations=true", learning(checkpoint_activations=True)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    fewer = max(longest, learner.max_tokens_per_microbatch // 2)
+    if fewer < learner.max_tokens_per_microbatch:
+        tokens = f"learner.max_tokens_per_microbatch={fewer} (now {learner.max_tokens_per_microbatch})"
+        yield tokens, learning(max_tokens_per_microbatch=fewer)
+    if not learner.offload_optimizer:
+        yield "learner.offload_optimizer=true", learning(offload_optimizer=True)
+    if not config.lora.rank:
+        yield "lora.rank=16 (trains adapters)", lambda each: replace(each, lora=replace(each.lora, rank=16))

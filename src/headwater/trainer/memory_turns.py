@@ -1,0 +1,116 @@
+"""The engine and the learner take turns on one GPU: what leaves it before each phase, and what comes back.
+
+with turns.generating():       # the engine's memory is there, and what the plan moves is not
+    batch = rollouts.take()
+turns.train()                  # the engine's memory is released, as far as the plan says so
+...
+turns.publishing()             # the weights do not change any more: copies to main memory can begin
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from headwater.config.schema import Config
+from headwater.core.memory_plan import MOVED, RELEASED, MemoryPlan
+from headwater.core.protocols import InferenceEngine, Learner, MemoryTag
+
+_CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
+_GIB = 2**30
+
+Stage = Callable[[str], AbstractContextManager[None]]
+
+
+def releases_cache(config: Config, plan: MemoryPlan | None) -> bool:
+    """Whether the KV cache is on the device only while responses are generated."""
+    return config.learner.offload_during_rollout or (plan is not None and plan.ways["kv_cache"] == RELEASED)
+
+
+class MemoryTurns:
+    """Switches between generation and training.
+
+    Without a plan, ``learner.offload_during_rollout`` alone decides: everything of the learner is moved.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: MemoryPlan | None,
+        learner: Learner,
+        engine: InferenceEngine,
+        stage: Stage,
+        *,
+        settle: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``stage`` measures the time of a switch. ``settle`` is called before the engine's weights are discarded, and
+        waits for whatever reads them."""
+        self._settle = settle
+        self.plan = plan
+        self._learner = learner
+        self._engine = engine
+        self._stage = stage
+        ways: Mapping[str, str] = plan.ways if plan is not None else {}
+        is_told = config.learner.offload_during_rollout
+        self._moves_learner = is_told or ways.get("parameters") == MOVED
+        self._releases_cache = releases_cache(config, plan)
+        self._discards_weights = ways.get("weights") == RELEASED
+        self._report: dict[str, float] = {}
+
+    @property
+    def are_taken(self) -> bool:
+        """Whether anything leaves the device."""
+        return self._moves_learner or self._releases_cache or self._discards_weights
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """The engine generates inside this block."""
+        if not self._moves_learner and not self._releases_cache:
+            yield
+            return
+        try:
+            with self._stage("offload"):
+                if self._moves_learner:
+                    self._learner.offload()
+                self._note("train")
+                if self._releases_cache:
+                    self._engine.wake(_CACHE)
+            try:
+                yield
+            finally:
+                with self._stage("offload"):
+                    self._note("generate")
+                    if self._releases_cache:
+                        self._engine.sleep(_CACHE)
+        finally:
+            if self._moves_learner:
+                with self._stage("offload"):
+                    self._learner.onload()
+
+    def train(self) -> None:
+        """The learner begins a step. The engine's weights are not needed until new ones are published."""
+        if self._discards_weights and not self._engine.status().needs_weights:
+            self._settle()
+            with self._stage("offload"):
+                self._note("generate")
+                self._engine.discard_weights()  # type: ignore[attr-defined]  # Capabilities.discards_weights
+
+    def publishing(self) -> None:
+        """The step is complete: its weights are published, and stay as they are until the next step."""
+        if self._moves_learner:
+            self._learner.prepare_offload()
+
+    def take_report(self) -> dict[str, float]:
+        """Memory of the device at the switches since the last call, in GiB."""
+        report, self._report = self._report, {}
+        return report
+
+    def _note(self, phase: str) -> None:
+        """At the end of a phase: what this process and others use of the device, and what torch has cached of it."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            free, total = torch.cuda.mem_get_info()
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            self._report[f"memory/after_{phase}/used_gib"] = (total - free) / _GIB
+            self._report[f"memory/after_{phase}/cached_gib"] = cached / _GIB

@@ -1,0 +1,134 @@
+"""The memory plan of a run: the sizes of its models, what its settings allow, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen2Config
+
+from headwater.config.load import load_config
+from headwater.core.errors import ConfigError
+from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
+from headwater.models.load import load_model
+from headwater.models.memory_sizes import ModelSize
+from headwater.trainer.memory_advice import memory_full
+from headwater.trainer.memory_setup import Models, budget_of, describe_plan, is_planned, plan_memory, planned, savings
+
+SHAPE = [
+    "model.dtype=bfloat16", "model.device=cpu", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512",
+    "rollout.num_samples_per_prompt=8", "trainer.num_prompts_per_step=32",
+]  # fmt: skip
+CHECKPOINTED = "learner.checkpoint_activations=true"
+
+
+@pytest.fixture(scope="module")
+def seven():
+    """The shape of Qwen2.5-7B."""
+    config = Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Models(ModelSize.of_config(config), {})
+
+
+def plan_of(models: Models, *settings: str, gpu: float = 139, ram: float = 125, can_discard: bool = True):
+    config = load_config(None, [*SHAPE, *settings]).config
+    budget = budget_of(config, int(gpu * GIB), int(ram * GIB))
+    return plan_memory(config, models, budget, can_discard=can_discard), config
+
+
+def test_sizes_are_those_of_the_loaded_model():
+    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=0)
+    size = ModelSize.read("tiny:qwen3")
+    assert size == ModelSize.of(model)
+    assert size.num_parameters == sum(each.numel() for each in model.parameters())
+
+
+def test_activations_are_near_the_measured_peaks(seven):
+    # benchmarks/results/train_step_qwen2.5-7b_h200.json: 65.4 GiB, of which weights and gradients 56.7.
+    measured = 65.39 - 8 * seven.policy.num_parameters / GIB
+    estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True) / GIB
+    assert estimated == pytest.approx(measured, rel=0.1)
+
+
+def test_a_7b_model_trains_on_one_gpu_of_139_gib_without_moving_anything(seven):
+    plan, config = plan_of(seven, CHECKPOINTED)
+    assert plan.moved == 0
+    assert plan.ways["optimizer"] == plan.ways["parameters"] == RESIDENT
+    assert plan.ways["weights"] == plan.ways["kv_cache"] == RELEASED
+    built = planned(config, plan)
+    assert built.engine.kv_cache_gib == pytest.approx(plan.kv_cache / GIB)
+    assert not built.learner.offload_optimizer
+    assert built.engine.keep_addresses, "CUDA graphs stay valid while the cache is released"
+
+
+def test_settings_are_orders(seven):
+    plan, _ = plan_of(seven, CHECKPOINTED, "learner.offload_during_rollout=true", "learner.offload_optimizer=true")
+    assert (plan.ways["parameters"], plan.ways["optimizer"], plan.ways["kv_cache"]) == (MOVED, STREAMED, RELEASED)
+    plan, _ = plan_of(seven, CHECKPOINTED, "learner.residency=[optimizer, kv_cache]", "engine.kv_cache_gib=20")
+    assert [tag for tag, way in plan.ways.items() if way != RESIDENT] == ["optimizer", "kv_cache"]
+    assert plan.kv_cache == 20 * GIB
+    with pytest.raises(ConfigError, match="are missing"):
+        plan_of(seven, CHECKPOINTED, "learner.residency=[resident]", gpu=130)
+
+
+def test_without_fixed_addresses_the_weights_stay(seven):
+    plan, _ = plan_of(seven, CHECKPOINTED, can_discard=False)
+    assert plan.ways["weights"] == RESIDENT
+    assert plan.ways["optimizer"] == STREAMED
+
+
+def test_averages_are_streamed_if_training_runs_beside_generation(seven):
+    plan, config = plan_of(seven, CHECKPOINTED, "rollout.max_staleness=1")
+    assert {tag for tag, way in plan.ways.items() if way != RESIDENT} == {"optimizer"}
+    built = planned(config, plan)
+    assert built.learner.offload_optimizer
+    assert not built.engine.keep_addresses, "nothing of the engine is released"
+
+
+def test_a_run_that_cannot_fit_is_refused_with_numbers_and_remedies(seven):
+    with pytest.raises(ConfigError) as error:
+        plan_of(seven, gpu=44)
+    text = str(error.value)
+    assert "training needs at least" in text
+    assert "44 GiB are free" in text
+    assert "learner.checkpoint_activations=true: saves" in text
+    assert "lora.rank=16" in text
+    assert "learner.offload_optimizer" not in text, "the plan has streamed the averages already"
+    with pytest.raises(ConfigError, match=r"main memory need .* and 8\.5 GiB of it can be used"):
+        plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=10)
+
+
+def test_a_run_whose_estimate_does_not_fit_starts_with_a_warning(seven):
+    plan, _ = plan_of(seven)
+    assert not plan.fits
+    assert plan.ways["optimizer"] == STREAMED
+    assert "may run out of memory" in describe_plan(plan)
+    assert "may run out of memory" not in describe_plan(plan_of(seven, CHECKPOINTED)[0])
+
+
+def test_what_a_setting_saves_is_what_the_sizes_say(seven):
+    config = load_config(None, SHAPE).config
+    lines = dict(line.rsplit(": saves ", 1) for line in savings(config, seven))
+    assert lines["learner.offload_optimizer=true"] == "57 GiB"
+    assert any(key.startswith("learner.max_tokens_per_microbatch=8192") for key in lines)
+
+
+def test_adapters_need_hardly_more_than_the_frozen_weights(seven):
+    plan, _ = plan_of(seven, CHECKPOINTED, "lora.rank=16", gpu=70)
+    assert plan.moved == 0
+    assert plan.holders["optimizer"].train < GIB
+    assert 14 * GIB < plan.holders["parameters"].train < 15 * GIB
+
+
+def test_a_plan_is_for_an_engine_and_a_learner_on_one_gpu():
+    assert not is_planned(load_config(None, ["model.device=cpu"]).config)
+
+
+def test_an_error_about_memory_names_the_largest_holders(seven):
+    plan, config = plan_of(seven, CHECKPOINTED)
+    shapes = {"embedding": (152064, 3584)}
+    training = str(memory_full(MemoryError("no memory"), "train", config, shapes, plan))
+    assert "optimizer 57 GiB, parameters 28 GiB, gradients 28 GiB" in training
+    assert "out of memory while updating the policy" in training
+    generation = str(memory_full(MemoryError("no memory"), "wait", config, shapes, plan))
+    assert "gradients" not in generation.partition("These settings")[0]
