@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A busy machine must not fail a property test. Every run draws other examples, so half of the usual hundred are enough
-# for one run. For more, add --hypothesis-profile=thorough.
-settings.register_profile("thorough", deadline=None, max_examples=500)
-settings.register_profile("headwater", deadline=None, max_examples=50)
+# A busy machine must not fail a property test.
+settings.register_profile("headwater", deadline=None)
 settings.load_profile("headwater")
 
 # Test helpers are importable by their path below tests/unit, for example ``algorithms.oracle``.
