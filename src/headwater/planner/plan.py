@@ -248,15 +248,18 @@ def predict(
     split: Split,
     max_staleness: int,
     *,
-    max_episodes: int = _EPISODES_PER_SIMULATION,
+    max_episodes: int | None = None,
 ) -> Row:
-    """Simulate one split at one staleness, with fewer steps if they have more than ``max_episodes`` together."""
+    """Simulate one split at one staleness, with fewer steps if they have more than ``max_episodes`` together.
+
+    None means as many as a plan of several splits can afford.
+    """
     problem = model.problem(split)
     if problem:
         return Row(split, max_staleness, None, problem)
     at = replace(workload, max_staleness=max_staleness)
     ahead = min(max_staleness, 8)
-    most = max(_FEWEST_STEPS + 2, max_episodes // workload.num_episodes)
+    most = max(_FEWEST_STEPS + 2, (max_episodes or _EPISODES_PER_SIMULATION) // workload.num_episodes)
     warm_up = min(2 + ahead, most - _FEWEST_STEPS)
     num_steps = min(4 + 2 * ahead, most - warm_up)
     try:
