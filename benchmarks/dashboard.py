@@ -4,7 +4,8 @@
 
 The large run is generated: real rollout files, metrics and ledger lines of a run, repeated with other numbers. The real
 server process is then asked what the page asks when it opens a run, for rollouts at random places, and for listings
-over all steps. The live part trains the quickstart with and without an open page that asks for everything it shows.
+over all steps. The live part trains the quickstart with and without an open page that asks for everything it shows. On
+a machine with other work, its step times say little; the processor time of the server, as a share of a core, does.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -269,10 +271,13 @@ def train(root: Path, name: str, num_steps: int) -> dict[str, float]:
         f"trainer.total_steps={num_steps}", "eval.every_steps=0", "eval.before=false", "eval.after=false",
         "warm_start.num_steps=20",
     ]  # fmt: skip
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(command, check=True, capture_output=True)
+    took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     records = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
     seconds = [each["time/step_s"] for each in records if each["kind"] == "train"][2:]
-    return {"median_step_s": statistics.median(seconds), "total_s": sum(seconds)}
+    return {"median_step_s": statistics.median(seconds), "steps_s": sum(seconds), "wall_s": took, "cpu_s": cpu_s}
 
 
 def watch(server: Server, name: str, stop: threading.Event) -> None:
@@ -304,7 +309,8 @@ def measure_live(root: Path, num_steps: int, repeats: int) -> dict[str, Any]:
             page.start()
             measured["watched"].append(train(root, name, num_steps))
             stop.set()
-            measured["watched"][-1]["server_cpu_s"] = server.cpu_s() - before
+            last = measured["watched"][-1]
+            last |= {"server_cpu_s": (spent := server.cpu_s() - before), "server_cpu_share": spent / last["wall_s"]}
             loads.append(os.getloadavg()[0])
     medians = {name: statistics.median(each["median_step_s"] for each in runs) for name, runs in measured.items()}
     return {
@@ -312,6 +318,7 @@ def measure_live(root: Path, num_steps: int, repeats: int) -> dict[str, Any]:
         "repeats": repeats,
         "median_step_s": medians,
         "slower_by": medians["watched"] / medians["alone"] - 1,
+        "server_cpu_share_of_a_core": statistics.median(each["server_cpu_share"] for each in measured["watched"]),
         "runs": measured,
         "load_averages": loads,
     }

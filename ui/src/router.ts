@@ -44,6 +44,7 @@ export function usePlace(): Place {
   useEffect(() => {
     const update = () => setPlace(readPlace());
     addEventListener("hashchange", update);
+    update(); // the address may have changed after the first drawing
     return () => removeEventListener("hashchange", update);
   }, []);
   return place;

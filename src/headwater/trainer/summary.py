@@ -127,6 +127,7 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
             lines.append("Reward barely moved: try a higher learner.learning_rate or more trainer.total_steps.")
     if not evaluations:
         lines.append("No held-out prompts were evaluated: see data.eval and the eval settings.")
+    lines.append(f"Open it in a browser: headwater ui {run.path}")
     if evaluations and not _needs_its_script(run):
         lines.append(f"Look at responses: headwater eval {run.path} --show 5")
     else:

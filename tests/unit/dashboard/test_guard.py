@@ -180,7 +180,7 @@ ANSWERS = ("", "/config", "/keys", "/metrics?keys=reward/mean", "/staleness", "/
            "/rollout?id=step_000001:0", "/tokens?id=step_000001:0", "/export")  # fmt: skip
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(st.data())
 def test_damaged_directories_get_answers(runs_dir, tmp_path_factory, data):
     """Whatever is in the files: an answer, or one sentence that says what is wrong. Never an error of ours."""

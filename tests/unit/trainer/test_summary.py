@@ -59,6 +59,7 @@ def test_the_summary_needs_only_the_run_directory(tmp_path):
     assert "held-out prompts without a result 3 in 2 evaluations" in rows
     assert run.curve_file.exists()
     assert "Reward barely moved" not in text
+    assert "Open it in a browser: headwater ui" in text
     assert "Look at responses" in text
 
 

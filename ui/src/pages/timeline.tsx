@@ -159,7 +159,7 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
     <section class="panel timeline" aria-label="Timeline">
       <div class="bar">
         <span class="num">
-          {duration(from)} – {duration(to)} <span class="muted">of {duration(end - first)}</span>
+          {duration(from)} – {duration(to)} <span class="muted">after the start of the run; recorded until {duration(end)}</span>
         </span>
         <span class="muted small">Drag to move, Ctrl and the wheel to zoom</span>
         <span class="spacer" />
