@@ -186,15 +186,22 @@ class ForwardEngine:
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
         """The module's outputs for the trained tokens, each ``[samples, response]``, 0 elsewhere."""
         results = {name: torch.zeros(token_column(batch, "response_mask").shape) for name in self.module.outputs}
+        computed: list[Tensor] = []
+        places: list[int] = []
         try:
             width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.forward_tokens
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_forward_pass")
             for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = self.module(pack)
-                for name in self.module.outputs if counts else ():
-                    results[name][pack.rows] = pack.padded(outputs[name]).cpu()
+                if counts:
+                    computed.append(torch.stack([pack.padded(outputs[name]) for name in results]))
+                    places += pack.rows
         finally:
             reshard(self.module)
+        if computed:
+            # All at once: the device is waited for at the end only.
+            for name, values in zip(results, torch.cat(computed, dim=1).cpu(), strict=True):
+                results[name][places] = values
         return results
 
     def prepare_offload(self) -> None:

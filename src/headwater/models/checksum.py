@@ -27,7 +27,7 @@ from headwater.core.errors import WeightsError
 
 _CHUNK_BYTES = 8 * 2**20
 """Bytes processed at a time: small compared with a model, large enough to keep a GPU busy."""
-_BATCH_BYTES = 16 * _CHUNK_BYTES
+_BATCH_BYTES = 8 * _CHUNK_BYTES
 """Bytes of many tensors that a GPU counts together. Four times this is allocated meanwhile."""
 _FOLD = 33
 """How far a word's upper bits are shifted down. 32 or 16 would fold the sign of one number onto the next one's."""

@@ -42,6 +42,10 @@ class BackgroundWriter:
                 self._thread.start()
             self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raise the error of a write that has failed."""
+        self._until(lambda: True, "for nothing")
+
     def flush(self) -> None:
         """Wait until everything is written."""
         self._until(lambda: not self._waiting and not self._is_writing, "for records that are being written")

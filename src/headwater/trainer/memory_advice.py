@@ -16,6 +16,8 @@ from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
 from headwater.models.device import resolve_device
 
 _WEIGHT_BYTES = 4
+_COPY_BYTES = 2
+"""Of a weight in the type of the passes."""
 _AVERAGES_BYTES = 8
 """AdamW's two averages of one trained weight."""
 _WORK = {
@@ -139,6 +141,11 @@ def _of_update(config: Config, num_weights: int, vocabulary: int) -> Iterator[st
         yield (
             "learner.checkpoint_activations=true: keeps the input of each layer instead of all its activations, often "
             "a tenth of them, for a third more work"
+        )
+    if learner.convert_at_once and config.lora.rank == 0 and _uses_gpu(config):
+        yield (
+            "learner.convert_at_once=false: with a single rank, converts one layer at a time instead of all weights, "
+            f"which saves up to {show_bytes(_COPY_BYTES * num_weights)} and takes longer"
         )
     if not learner.offload_optimizer and config.lora.rank == 0 and _uses_gpu(config):
         saved = _AVERAGES_BYTES * num_weights

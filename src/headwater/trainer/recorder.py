@@ -122,7 +122,11 @@ class Recorder:
             yield
 
     def begin_step(self) -> None:
-        """Rollouts that ran before, for example for evaluation, do not count as generation of this step."""
+        """Rollouts that ran before, for example for evaluation, do not count as generation of this step.
+
+        Raises the error of a record that could not be written.
+        """
+        self._writer.check()
         self._spans.drain()
 
     def flush(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
-from headwater.core.errors import DeviceMemoryFull, RolloutFailed
+from headwater.core.errors import DeviceMemoryFull, RolloutFailed, WeightsError
 from headwater.learner.build import LearnerSpec
 from headwater.learner.learner import LocalLearner
 from headwater.observe.progress import Display
@@ -174,6 +174,18 @@ def test_new_weights_are_never_published_as_the_old_version(tmp_path, monkeypatc
         fit(run, "run.deterministic=true", change=replaced_after_the_update)
     assert (0, True) not in sent
     assert run.checkpoint_steps() == [], "the weights belong to no version"
+
+
+def test_damaged_weights_stop_the_run_although_they_are_compared_later(tmp_path, monkeypatch):
+    run = RunDirectory.create(tmp_path, "run")
+
+    def damaged(rollout):
+        monkeypatch.setattr(rollout.engine, "weights_checksum", lambda: "float32-0")
+
+    with pytest.raises(WeightsError, match="policy version 1: the engine serves weights with checksum float32-0"):
+        fit(run, "trainer.total_steps=2", change=damaged)
+    assert run.checkpoint_steps() == [], "a checkpoint would need the record of its step"
+    assert run.read_ledger() == []
 
 
 class Told(Callback):

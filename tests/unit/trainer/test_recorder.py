@@ -97,6 +97,7 @@ def test_every_record_reaches_the_file_and_the_trackers(recorder, run, tracker):
     recorder.begin_step()
     recorder.step(1, a_batch(), {"actor/loss": 0.5}, BOOKS)
     recorder.resumed(1)
+    recorder.flush()
     written = run.read_metrics()
     assert [(each["kind"], each["step"]) for each in written] == [("warm_start", 0), ("eval", 0), ("train", 1)]
     assert (written[0]["num_steps"], written[1]["num_dropped"], written[2]["actor/loss"]) == (7, 1, 0.5)
@@ -120,6 +121,7 @@ def test_every_record_reaches_the_file_and_the_trackers(recorder, run, tracker):
 def test_drops_are_counted_by_kind(recorder, run):
     dropped = [Dropped("row", kind, "why") for number, kind in enumerate(DropKind, start=1) for _ in range(number)]
     recorder.step(1, a_batch(tuple(dropped)), {}, BOOKS)
+    recorder.flush()
     (record,) = run.read_metrics()
     expected = {kind: number for number, kind in enumerate(DropKind, start=1)}
     names = {
