@@ -150,7 +150,7 @@ def test_wide_layers_are_nearer_to_float32(uses_kernels, dtype, monkeypatch):
         expected = PolicyModule(exact, 1.0)(pack)["logprobs"]
         ours = PolicyModule(wide, 1.0)(pack)["logprobs"]
         monkeypatch.setattr(precision, "WIDE", set())
-            theirs = PolicyModule(narrow, 1.0)(pack)["logprobs"]
+        theirs = PolicyModule(narrow, 1.0)(pack)["logprobs"]
     assert (ours - expected).square().mean() < (theirs - expected).square().mean() / 1.5
 
 
