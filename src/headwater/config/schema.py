@@ -271,7 +271,8 @@ class LearnerConfig:
     checkpoint_activations: bool = False
     """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work."""
     fused_layers: bool = True
-    """On a GPU, use the norms, rotary embeddings and gated products of liger-kernel if it is installed."""
+    """On a GPU, use fused kernels: our norms of the float32 residual stream, and the rotary embeddings and gated
+    products of liger-kernel if it is installed."""
     compile: bool = False
     """Compile the layers with torch.compile instead: takes a minute at the start, then a few per cent faster on a
     GPU."""
