@@ -44,8 +44,7 @@ class ModelConfig:
     prompts that are plain text."""
     dtype: Dtype = "auto"
     """Number type of generation and of the learner's passes; trained weights stay float32. `auto` chooses bfloat16 on
-    a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed.
-    `float16` needs a GPU; it is more exact than bfloat16 but has a smaller range, so the loss is scaled."""
+    a GPU that computes in it, otherwise float32; a run records it. `float16` needs a GPU and scales the loss."""
     device: str = "auto"
     """Device of the model: auto (CUDA if available), cpu, cuda or cuda:N."""
 
