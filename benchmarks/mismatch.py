@@ -1,13 +1,13 @@
 r"""How far the learner's log-probs are from the engine's at equal weights, and what each number type costs in speed.
 
     python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 --layers --narrow logits rotary residual \
-        --out benchmarks/results/mismatch_narrow_smollm2_h200.json          # as before the widening; 60 s on an H200
+        --out benchmarks/results/gpu_mismatch_narrow_smollm2.json          # as before the widening; 60 s on an H200
     python benchmarks/mismatch.py --model FOLDER --dtypes bfloat16 float16 float32 tf32 --layers \
-        --out benchmarks/results/mismatch_smollm2_h200.json                 # 180 s
+        --out benchmarks/results/gpu_mismatch_smollm2.json                 # 180 s
     python benchmarks/mismatch.py --shape qwen2.5-1.5b --dtypes bfloat16 --narrow logits rotary residual \
-        --out benchmarks/results/mismatch_narrow_qwen2.5-1.5b_h200.json     # 80 s
+        --out benchmarks/results/gpu_mismatch_narrow_qwen2.5-1.5b.json     # 80 s
     python benchmarks/mismatch.py --shape qwen2.5-1.5b --dtypes bfloat16 float16 tf32 float32 \
-        --out benchmarks/results/mismatch_qwen2.5-1.5b_h200.json            # 300 s
+        --out benchmarks/results/gpu_mismatch_qwen2.5-1.5b.json            # 300 s
     python benchmarks/mismatch.py --model tiny:llama --dtypes float32 --prompts 2 --samples 2 --new-tokens 8      # CPU
 
 The engine samples responses at temperature 1. The learner computes the same tokens, packed. Both have the same weights:

@@ -44,8 +44,7 @@ class ModelConfig:
     prompts that are plain text."""
     dtype: Dtype = "auto"
     """Number type of generation and of the learner's passes; trained weights stay float32. `auto` chooses bfloat16 on
-    a GPU that computes in it, and float32 otherwise. A run records the choice and keeps it when it is resumed.
-    `float16` needs a GPU; it is more exact than bfloat16 but has a smaller range, so the loss is scaled."""
+    a GPU that computes in it, otherwise float32; a run records it. `float16` needs a GPU and scales the loss."""
     device: str = "auto"
     """Device of the model: auto (CUDA if available), cpu, cuda or cuda:N."""
 
@@ -274,7 +273,8 @@ class LearnerConfig:
     checkpoint_activations: bool = False
     """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work."""
     fused_layers: bool = True
-    """On a GPU, use the norms, rotary embeddings and gated products of liger-kernel if it is installed."""
+    """On a GPU, use fused kernels: our norms of the float32 residual stream, and the rotary embeddings and gated
+    products of liger-kernel if it is installed."""
     compile: bool = False
     """Compile the layers with torch.compile instead: takes a minute at the start, then a few per cent faster on a
     GPU."""

@@ -211,8 +211,10 @@ def num_pages_for(
 def _workspace_bytes(spec: ModelSpec, max_sequences: int, max_prefill_tokens: int) -> int:
     """Memory of one forward pass: activations of a batch of prompts, logits, and the sort for truncated sampling."""
     activations = max_prefill_tokens * (6 * spec.hidden_size + 3 * spec.intermediate_size) * spec.dtype.itemsize
-    # Per logit: the logit, its float32 copy, the sorted copy, its index, and the probabilities and cumulative sums.
-    per_logit = spec.dtype.itemsize + 4 + 4 + 8 + 4 + 4
+    # The residual stream is float32.
+    activations += max_prefill_tokens * spec.hidden_size * (4 - spec.dtype.itemsize)
+    # Per logit, in float32: the logit, a copy, the sorted copy, its index, and the probabilities and cumulative sums.
+    per_logit = 4 + 4 + 4 + 8 + 4 + 4
     return activations + max_sequences * spec.vocab_size * per_logit
 
 

@@ -21,7 +21,7 @@ from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.learner.ranks import Ranks
 from headwater.learner.reward_model import RewardModel
-from headwater.models.device import with_dtype
+from headwater.models.device import check_float16, with_dtype
 from headwater.models.load import load_model, load_part, load_tokenizer, resolve_device, resolve_dtype
 from headwater.models.scored import REWARD_KEY, load_critic, load_critic_part, load_reward_model, load_reward_part
 from headwater.models.sharded_load import ShardReader
@@ -44,6 +44,7 @@ LearnerBuilder = Callable[[LearnerSpec], Learner]
 def build_learner(spec: LearnerSpec) -> LocalLearner:
     """The learner of this process. With several ranks every rank calls it and reads only its shard of each model."""
     config = with_dtype(spec.config)
+    check_float16(config)
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     algorithm = config.algorithm

@@ -62,16 +62,20 @@ def with_dtype(config: Config) -> Config:
 
     It is resolved once, for the learner's device: the engine has the same type wherever it runs.
     """
-    if config.model.dtype == "float16" and resolve_device(config.model.device).type == "cpu":
-        raise ModelError(
-            "model.dtype = float16: there is no GPU, and a CPU computes float16 hundreds of times slower than float32; "
-            "use auto or float32"
-        )
     if config.model.dtype != "auto":
         return config
     chosen = resolve_dtype(config.model.dtype, config.model.device)
     name = next(name for name, dtype in DTYPES.items() if dtype == chosen)
     return replace(config, model=replace(config.model, dtype=name))
+
+
+def check_float16(config: Config) -> None:
+    """Refuse float16 in a process that trains without a GPU. The process that starts a cluster may have none."""
+    if config.model.dtype == "float16" and resolve_device(config.model.device).type == "cpu":
+        raise ModelError(
+            "model.dtype = float16: there is no GPU, and a CPU computes float16 hundreds of times slower than float32; "
+            "use auto or float32"
+        )
 
 
 def available_ram(root: Path = Path("/")) -> int:

@@ -17,10 +17,10 @@ from transformers import LlamaConfig
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import Config, LearnerConfig, ModelConfig
 from headwater.core.errors import ModelError, RunError
+from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.engine import TrainEngine
 from headwater.learner.loss_scale import LossScale
 from headwater.learner.packed_module import PolicyModule
-from headwater.models.device import with_dtype
 
 # A CPU computes float16 slowly, so the model is as small as possible.
 CONFIG = LlamaConfig(
@@ -132,4 +132,4 @@ def test_a_loss_that_is_not_finite_leaves_the_scale_alone():
 
 def test_float16_without_a_gpu_is_refused_at_the_start():
     with pytest.raises(ModelError, match=r"model\.dtype = float16: there is no GPU.*use auto or float32"):
-        with_dtype(Config(model=ModelConfig(dtype="float16", device="cpu")))
+        build_learner(LearnerSpec(Config(model=ModelConfig(dtype="float16", device="cpu")), "tiny:qwen3", "tiny:qwen3"))

@@ -122,8 +122,9 @@ def test_a_refusal_leaves_the_module_as_it_was(monkeypatch, modeling):
 
 
 def test_a_learner_on_a_gpu_uses_fused_layers_if_its_settings_say_so(monkeypatch):
-    fused = []
+    fused, widened = [], []
     monkeypatch.setattr(ranks, "use_fused_layers", fused.append)
+    monkeypatch.setattr(ranks, "widen_layers", lambda model, dtype, *, uses_kernels: widened.append(uses_kernels))
     module = types.SimpleNamespace(model="model", layers=[], parameters=list)
     for device, settings in (("cuda", {}), ("cuda", {"fused_layers": False}), ("cuda", {"compile": True}), ("cpu", {})):
         ranks.shard(
@@ -135,3 +136,4 @@ def test_a_learner_on_a_gpu_uses_fused_layers_if_its_settings_say_so(monkeypatch
             trains=True,
         )
     assert fused == ["model"], "only the first of them"
+    assert widened == [True, False, False, False]
