@@ -238,10 +238,10 @@ def describe_plan(plan: MemoryPlan) -> str:
     text = f"Memory of the GPU:\n{plan.table()}"
     if plan.fits:
         return text
+    needed, free = show_bytes(plan.peak), show_bytes(plan.budget.device)
     return (
-        f"{text}\nBy estimate the run needs {show_bytes(plan.peak)} of the {show_bytes(plan.budget.device)} that are free, "
-        "and may run out of memory. learner.checkpoint_activations=true and a smaller learner.max_tokens_per_microbatch "
-        "need less."
+        f"{text}\nBy estimate the run needs {needed} of the {free} that are free, and may run out of memory. "
+        "learner.checkpoint_activations=true and a smaller learner.max_tokens_per_microbatch need less."
     )
 
 

@@ -48,6 +48,17 @@ def test_activations_are_near_the_measured_peaks(seven):
     measured = 65.39 - 8 * seven.policy.num_parameters / GIB
     estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True) / GIB
     assert estimated == pytest.approx(measured, rel=0.1)
+    # The same file: 21.5 GiB with adapters of rank 32, of which the frozen weights are 14.2 GiB.
+    adapters = seven.policy.adapter_parameters(32, ()) * 16
+    measured = 21.51 - (2 * seven.policy.num_parameters + adapters) / GIB
+    estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True, trains_all=False) / GIB
+    assert estimated == pytest.approx(measured, rel=0.15)
+
+
+def test_a_small_batch_needs_little_however_large_a_pass_may_be(seven):
+    small, _ = plan_of(seven, "trainer.num_prompts_per_step=1", "rollout.num_samples_per_prompt=2")
+    large, _ = plan_of(seven, CHECKPOINTED)
+    assert small.holders["activations"].train < large.holders["activations"].train
 
 
 def test_a_7b_model_trains_on_one_gpu_of_139_gib_without_moving_anything(seven):
