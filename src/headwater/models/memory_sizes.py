@@ -91,19 +91,24 @@ class ModelSize:
         """Of LoRA adapters on the layers with these names, or on all."""
         return sum(rank * (into + out) for name, into, out in self.linear_shapes if not targets or name in targets)
 
-    def activation_bytes(self, num_tokens: int, itemsize: int, *, is_checkpointed: bool) -> int:
+    def activation_bytes(
+        self, num_tokens: int, itemsize: int, *, is_checkpointed: bool, trains_all: bool = True
+    ) -> int:
         """The peak of a forward and backward pass, without weights and gradients of the whole model.
 
-        It is reached either in the output layer or in a layer, whichever needs more.
+        It is reached either in the output layer or in a layer, whichever needs more. If only adapters are trained
+        (``trains_all`` is false), the large weights have no gradients.
         """
         kept = 1 if is_checkpointed else _KEPT_PER_TOKEN
         inputs = num_tokens * self.num_layers * self.hidden_size * itemsize * kept
         logits = 2 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * itemsize)
         head = self.vocab_size * self.hidden_size
-        at_head = logits + self.num_root_parameters * itemsize + head * (itemsize + TRAINED_BYTES)
+        gathered = self.num_root_parameters * itemsize
+        at_head = logits + gathered + (head * (itemsize + GRADIENT_BYTES) if trains_all else 0)
         layer = (self.num_parameters - self.num_root_parameters) // self.num_layers
         recomputed = num_tokens * (16 * self.hidden_size + 5 * self.intermediate_size) * itemsize
-        at_layer = recomputed + (self.num_root_parameters + head) * itemsize + layer * (2 * itemsize + GRADIENT_BYTES)
+        of_weights = head * itemsize + layer * (2 * itemsize + GRADIENT_BYTES) if trains_all else 0
+        at_layer = recomputed + gathered + of_weights
         return inputs + max(at_head, at_layer)
 
     def forward_bytes(self, num_tokens: int, itemsize: int) -> int:
@@ -160,15 +165,19 @@ class RunSizes:
         for name in ("reference", "reward"):
             if name in others:
                 parameters += others[name].num_parameters * item
-        passes = [policy, *(others[name] for name in ("critic",) if name in others)]
-        checkpointed = learner.checkpoint_activations
+        passes = {policy: not lora.rank}
+        if "critic" in others:
+            passes[others["critic"]] = True
+        num_tokens, checkpointed = _tokens_of_step(config), learner.checkpoint_activations
+        micro = min(learner.max_tokens_per_microbatch, num_tokens)
         activations = max(
-            each.activation_bytes(learner.max_tokens_per_microbatch, item, is_checkpointed=checkpointed)
-            for each in passes
+            each.activation_bytes(micro, item, is_checkpointed=checkpointed, trains_all=trains_all)
+            for each, trains_all in passes.items()
         )
         gradients = trained * GRADIENT_BYTES
         if _makes_forward_passes(config, others):
-            forward = max(each.forward_bytes(learner.forward_tokens, item) for each in (policy, *others.values()))
+            most = min(learner.forward_tokens, num_tokens)
+            forward = max(each.forward_bytes(most, item) for each in (policy, *others.values()))
             activations = max(activations, forward - gradients)
         window = min(trained * AVERAGES_BYTES, max(BUCKET_BYTES, largest * AVERAGES_BYTES) + 2 * BUCKET_BYTES)
         return cls(
@@ -182,6 +191,12 @@ class RunSizes:
             graphs=policy.decode_bytes(num_rows),
             kv_token=policy.kv_values_per_token * item,
         )
+
+
+def _tokens_of_step(config: Config) -> int:
+    """The most tokens that the responses of one step have, with their prompts."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt * longest
 
 
 def _makes_forward_passes(config: Config, others: dict[str, ModelSize]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import Config
-from headwater.core.errors import CopyFailed, DiskFull, HeadwaterError, RankFailed, RolloutFailed
+from headwater.core.errors import CopyFailed, DeviceMemoryFull, DiskFull, HeadwaterError, RankFailed, RolloutFailed
 from headwater.core.interrupts import Interrupts
 from headwater.core.memory_plan import MemoryPlan
 from headwater.core.protocols import ProfileOrder
@@ -269,7 +269,7 @@ class Trainer:
         except Exception as error:
             from headwater.trainer.memory_advice import is_out_of_memory, memory_full  # only for a failed run
 
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or isinstance(error, DeviceMemoryFull):  # an inner stage has named itself
                 raise
             failed = self._learner.status().failure
             shapes = {} if failed else self._learner.shapes()

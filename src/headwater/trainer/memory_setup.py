@@ -137,7 +137,7 @@ def holders_of(config: Config, sizes: RunSizes, *, can_discard: bool) -> list[Ho
     ``can_discard`` says that the engine has fixed addresses: its weights can be released without a copy, because the
     next publication brings all of them.
     """
-    may = _Allowed.of(config)
+    may = _Allowed(config)
     weights = [Way(RESIDENT, sizes.weights, sizes.weights)]
     if can_discard and config.rollout.publish == "full":
         weights.append(Way(RELEASED, sizes.weights, 0))
@@ -167,10 +167,6 @@ class _Allowed:
 
     config: Config
 
-    @classmethod
-    def of(cls, config: Config) -> _Allowed:
-        return cls(config)
-
     def ways(self, tag: str, ways: Sequence[Way]) -> tuple[Way, ...]:
         wanted = self.names(tag)
         return tuple(way for way in ways if way.name in wanted) or (ways[0],)
@@ -187,6 +183,8 @@ class _Allowed:
         away = {"weights": RELEASED, "kv_cache": RELEASED, "parameters": MOVED, "optimizer": STREAMED}[tag]
         if tag in learner.residency:
             return {away}
+        if tag == "optimizer" and "parameters" in learner.residency:
+            return {MOVED}  # a learner that leaves takes its averages along
         if learner.residency == ("auto",) and (takes_turns or away == STREAMED):
             return {RESIDENT, away}
         return {RESIDENT}
@@ -202,7 +200,7 @@ def num_in_flight(config: Config) -> int:
 
 def cache_of(config: Config, sizes: RunSizes, budget: Budget) -> Cache:
     """The KV cache that the run can use, and the one it cannot do without."""
-    ways = tuple(sorted(_Allowed.of(config).names("kv_cache"), key=[RESIDENT, RELEASED].index))
+    ways = tuple(sorted(_Allowed(config).names("kv_cache"), key=[RESIDENT, RELEASED].index))
     settings = config.engine
     if settings.kv_cache_gib:
         given = int(settings.kv_cache_gib * GIB)
@@ -238,10 +236,10 @@ def describe_plan(plan: MemoryPlan) -> str:
     text = f"Memory of the GPU:\n{plan.table()}"
     if plan.fits:
         return text
+    needed, free = show_bytes(plan.peak), show_bytes(plan.budget.device)
     return (
-        f"{text}\nBy estimate the run needs {show_bytes(plan.peak)} of the {show_bytes(plan.budget.device)} that are free, "
-        "and may run out of memory. learner.checkpoint_activations=true and a smaller learner.max_tokens_per_microbatch "
-        "need less."
+        f"{text}\nBy estimate the run needs {needed} of the {free} that are free, and may run out of memory. "
+        "learner.checkpoint_activations=true and a smaller learner.max_tokens_per_microbatch need less."
     )
 
 

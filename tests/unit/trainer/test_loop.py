@@ -85,6 +85,8 @@ def test_a_learner_that_could_not_leave_is_brought_back(run):
     with pytest.raises(DeviceMemoryFull, match="out of memory while moving the learner"):
         run("warm_start.num_steps=0", "eval.before=false", offload=fails)
     assert run.calls == ["learner leaves", "learner returns"]
+    with pytest.raises(DeviceMemoryFull, match=r"^out of memory while moving .* \(no main memory left\)"):
+        run("warm_start.num_steps=0", offload=fails)  # inside an evaluation
 
 
 def test_the_time_of_a_step_contains_files_evaluations_and_checkpoints(run, tmp_path):
