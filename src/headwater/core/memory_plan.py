@@ -85,6 +85,8 @@ class MemoryPlan:
 
     holders: Mapping[str, Way]
     budget: Budget
+    converts_at_once: bool = False
+    """There is memory for a second copy of the trained weights, in the type that passes compute in."""
 
     @property
     def ways(self) -> dict[str, str]:

@@ -144,6 +144,8 @@ class RunSizes:
     graphs: int
     kv_token: int
     """One token in the KV cache."""
+    copies: int
+    """The trained weights in the type that passes compute in, if all are converted at once."""
 
     @classmethod
     def of(
@@ -190,6 +192,7 @@ class RunSizes:
             prefill=policy.prefill_bytes(prefill, item),
             graphs=policy.decode_bytes(num_rows),
             kv_token=policy.kv_values_per_token * item,
+            copies=trained * item if learner.convert_at_once and not lora.rank and item != TRAINED_BYTES else 0,
         )
 
 

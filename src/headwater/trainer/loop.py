@@ -102,7 +102,7 @@ class Trainer:
             reward_counts=rollout.reward_counts,
             engine_metrics=lambda: {**self._engine_watch.take(), **self._turns.take_report()},
         )
-        self._turns = MemoryTurns(config, plan, self._learner, rollout.engine, self._stage)
+        self._turns = MemoryTurns(config, plan, self._learner, rollout.engine, self._stage, settle=self._recorder.flush)
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
         self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)

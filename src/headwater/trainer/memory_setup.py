@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from headwater.config.schema import Config
@@ -112,6 +113,10 @@ def plan_memory(config: Config, models: Models, budget: Budget, *, can_discard: 
         holders = holders_of(config, sizes, can_discard=can_discard)
         return make_plan(holders, budget, cache_of(config, sizes, budget), is_allowed=_leave_together)
 
+    with suppress(NoPlan):  # converting all weights at once is faster, but nothing is moved for it
+        whole = plan(replace(sizes, activations=sizes.activations + sizes.copies), budget)
+        if sizes.copies and not whole.moved and RELEASED not in whole.ways.values():
+            return replace(whole, converts_at_once=True)
     try:
         return plan(sizes, budget)
     except NoPlan as error:
@@ -228,6 +233,7 @@ def planned(config: Config, plan: MemoryPlan | None) -> Config:
         engine = replace(engine, keep_addresses=True)
     if plan.ways["optimizer"] == STREAMED:
         learner = replace(learner, offload_optimizer=True)
+    learner = replace(learner, convert_at_once=learner.convert_at_once and plan.converts_at_once)
     return replace(config, engine=engine, learner=learner)
 
 
