@@ -243,9 +243,11 @@ class WorkerPool:
         if self._max_concurrent:
             limit = self._max_concurrent - len(worker.calls)
         else:
-            # Workers that have not started take no share: one worker would otherwise get the calls in small batches,
-            # each of which waits for its turn in an interpreter that generates at the same time.
-            limit = min(_MAX_BATCH, math.ceil(len(self._waiting) / max(1, len(self._open_workers))))
+            # A fair share, but as many as fit into a batch if recent calls were that quick: each of many small batches
+            # would wait for its turn in an interpreter that generates at the same time.
+            pace = self._paces[self._waiting[0].key].seconds
+            share = math.ceil(len(self._waiting) / self._num_workers)
+            limit = min(_MAX_BATCH, max(share, int(_BATCH_S / max(pace, 1e-9))))
         batch: list[Call] = []
         seconds = 0.0
         while self._waiting and len(batch) < limit and (seconds < _BATCH_S or self._max_concurrent):
