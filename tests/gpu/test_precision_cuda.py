@@ -207,7 +207,7 @@ def test_the_gap_between_engine_and_learner_shrinks_with_wide_parts_and_with_flo
     exact = gap(config, torch.float32)
     monkeypatch.setattr(precision, "WIDE", set())
     narrow = gap(config, torch.bfloat16)
-    assert wide["k3_kl"] < narrow["k3_kl"] / 1.5
+    assert wide["k3_kl"] < narrow["k3_kl"] / 2
     assert half["k3_kl"] < wide["k3_kl"] / 10
     assert exact["k3_kl"] < half["k3_kl"]
     assert exact["logprob_abs_mean"] < 1e-4
@@ -265,4 +265,4 @@ def test_a_float16_run_learns(tmp_path, monkeypatch):
     assert evaluations[-1]["reward/mean"] > 0.7, evaluations
     steps = [each for each in records if "actor/loss_scale" in each]
     assert steps
-    assert all(each["rollout_gap/k3_kl"] < 1e-3 for each in steps if "rollout_gap/k3_kl" in each)
+    assert all(each["rollout_gap/k3_kl"] < 1e-4 for each in steps if "rollout_gap/k3_kl" in each)

@@ -61,7 +61,8 @@ class Segments:
         starts = np.stack([self.prefix_starts, self.starts], axis=1).reshape(-1)
         # Every part counts up from its start: the position in the result, less where the part begins in it.
         shifts = starts - (np.cumsum(lengths) - lengths)
-        return np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+        places: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+        return places
 
 
 def gather_rows(tensor: Tensor, places: Tensor) -> Tensor:
