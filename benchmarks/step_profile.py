@@ -117,7 +117,8 @@ def settings_of(case: str, options: argparse.Namespace, folder: Path) -> dict[st
         "trainer.num_prompts_per_step": max(2, 64 // options.scale),
         "learner.num_minibatches": 2,
         "learner.learning_rate": 1e-5,
-        **({} if is_real else random_weights),
+        # Without it no answer is right, all rewards are equal, and nothing is trained.
+        **({"warm_start.num_steps": 60, "warm_start.learning_rate": 3e-5} if is_real else random_weights),
         **(ahead if case == "async" else {}),
     }
 
