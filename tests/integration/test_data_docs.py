@@ -88,12 +88,14 @@ def test_the_files_and_commands_of_the_readme_work(folder, capsys):
     blocks = "".join(re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL))
     commands = [shlex.split(line, comments=True)[1:] for line in blocks.splitlines() if line.startswith("headwater ")]
     assert {arguments[0] for arguments in commands} == {
-        "train", "recipes", "config", "eval", "doctor", "export", "replay",
+        "train", "recipes", "config", "eval", "doctor", "export", "replay", "ui",
     }  # fmt: skip
     assert "headwater train quickstart" in (ROOT / "Makefile").read_text()  # make quickstart
     assert main(shortened(["train", "quickstart"])) == 0
     for arguments in commands:
         arguments = shortened(arguments) if arguments[0] == "train" else arguments
+        if arguments[0] == "ui":  # which runs until it is stopped
+            arguments = ["ui", "runs/quickstart", "--export", "run.html"]
         more = ["trainer.total_steps=2"] if "--resume" in arguments else []
         assert main([*arguments, *more]) == 0, (arguments, capsys.readouterr().err)
     assert {path.name for path in (folder / "runs").iterdir()} == {

@@ -40,7 +40,7 @@ def finished(tmp_path_factory) -> Path:
 def test_a_run_leaves_everything_behind(finished):
     assert {path.name for path in finished.iterdir()} == {
         "config.yaml", "run_id", "metrics.jsonl", "ledger.jsonl", "status.json", "rollouts", "eval", "checkpoints",
-        "reward.png", "writer.lock",
+        "reward.png", "writer.lock", "tokens.parquet",
     }  # fmt: skip
     steps = metrics(finished, "train")
     assert [record["step"] for record in steps] == [1, 2, 3, 4]

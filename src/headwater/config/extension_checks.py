@@ -20,6 +20,8 @@ from headwater.core.registry import PYTHON, is_path, known_names, nearest, simil
 
 _PLAIN = ("data.dataset", "reward.function", "rollout.should_accept", "data.train", "data.eval")
 """Settings that name code, although their type does not say so."""
+_DEFAULT_FUNCTION = "compute_score"
+"""Of a reward file whose function is not named (``rewards.functions``)."""
 _WRITERS = {"globals", "vars", "locals", "exec", "setattr", "__getattr__"}
 """A file that uses one of these may have names that cannot be seen in its text."""
 
@@ -41,6 +43,8 @@ def _problem(key: str, name: str) -> str:
     """Why the code that a setting names cannot be used; empty if nothing is wrong with it."""
     if not name or name.startswith(PYTHON):
         return ""
+    if not is_path(name) and name.endswith(".py") and key == "reward.function":
+        name = f"{name}:{_DEFAULT_FUNCTION}"
     if not is_path(name):
         return _scorer_problem(name) if key == "reward.function" else ""
     module, attribute = split_path(name)
@@ -67,8 +71,6 @@ def _scorer_problem(name: str) -> str:
     known = known_names(ScorerTraits.package)
     if name in known:
         return ""
-    if name.endswith(".py"):
-        return f"name the function too: {name}:compute_score"
     return f"no such scorer; {nearest(name, known)}; or write your own as file.py:function"
 
 

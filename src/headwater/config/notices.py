@@ -17,6 +17,7 @@ from headwater.config.tree import show
 GPU_ONLY = (
     "engine.overlap",
     "engine.keep_addresses",
+    "learner.convert_at_once",
     "learner.fused_layers",
     "learner.offload_optimizer",
     "learner.residency",

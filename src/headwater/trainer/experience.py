@@ -142,7 +142,8 @@ class ExperienceMaker:
             return {}
         saved = {name: columns[name] for name in _SAVED if name in columns}
         if "logprobs" in columns:
-            return {**saved, LEARNER_LOGPROBS: columns["logprobs"], ENTROPIES: columns["entropy"]}
+            entropies = {ENTROPIES: columns["entropy"]} if "entropy" in columns else {}
+            return {**saved, LEARNER_LOGPROBS: columns["logprobs"], **entropies}
         return {**saved, **self._learner_logprobs(data)}
 
     def saved_of(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:

@@ -67,7 +67,9 @@ def test_a_name_that_a_file_does_not_have_is_reported_without_running_it(write):
     assert "not valid Python" in refused(None, ["reward.function=broken.py:f"], extensions_exist)[0]
     (problem,) = refused(None, ["reward.function=gsm8"], extensions_exist)
     assert "no such scorer; did you mean 'gsm8k'?" in problem
-    assert "mine.py:compute_score" in refused(None, ["reward.function=mine.py"], extensions_exist)[0]
+    load_config(None, ["reward.function=mine.py"], START_CHECKS)  # whose function is called compute_score
+    write("other.py", "def score(solution_str): ...\n")
+    assert "other.py has no 'compute_score'" in refused(None, ["reward.function=other.py"], extensions_exist)[0]
     assert "has no 'scores'" in refused(None, ["reward.function=headwater.rewards.answers:scores"], extensions_exist)[0]
 
 

@@ -361,6 +361,7 @@ REMEDIES = {
     "ranks": "rank_timeout_s",
     "ray": "ray status",
     "checkpoint": "checkpoint_every_steps",
+    "records": "save_rollouts_every_steps",
     "reward": "reward.timeout_s",
     "run_lock": "another machine",
     "first_requests": "first request",
