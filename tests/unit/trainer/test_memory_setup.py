@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from headwater import train
@@ -14,11 +15,20 @@ from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
 from headwater.trainer import memory_setup
 from headwater.trainer.memory_advice import memory_full
-from headwater.trainer.memory_setup import Models, budget_of, describe_plan, is_planned, plan_memory, planned, savings
+from headwater.trainer.memory_setup import (
+    Models,
+    budget_of,
+    describe_plan,
+    is_planned,
+    plan_memory,
+    plan_run,
+    planned,
+    savings,
+)
 
 SHAPE = [
     "model.dtype=bfloat16", "model.device=cpu", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512",
-    "rollout.num_samples_per_prompt=8", "trainer.num_prompts_per_step=32",
+    "rollout.num_samples_per_prompt=8", "trainer.num_prompts_per_step=32", "learner.residency=[auto]",
 ]  # fmt: skip
 CHECKPOINTED = "learner.checkpoint_activations=true"
 
@@ -83,8 +93,6 @@ def test_settings_are_orders(seven):
     assert plan.kv_cache == 20 * GIB
     plan, _ = plan_of(seven, CHECKPOINTED, "learner.residency=[parameters]", gpu=150, ram=200)
     assert (plan.ways["parameters"], plan.ways["optimizer"], plan.ways["kv_cache"]) == (MOVED, MOVED, RESIDENT)
-    with pytest.raises(ConfigError, match="are missing"):
-        plan_of(seven, CHECKPOINTED, "learner.residency=[resident]", gpu=130)
 
 
 def test_without_fixed_addresses_the_weights_stay(seven):
@@ -137,7 +145,22 @@ def test_adapters_need_hardly_more_than_the_frozen_weights(seven):
 
 
 def test_a_plan_is_for_an_engine_and_a_learner_on_one_gpu():
-    assert not is_planned(load_config(None, ["model.device=cpu"]).config)
+    assert not is_planned(load_config(None, ["model.device=cpu", "learner.residency=[auto]"]).config)
+
+
+def test_only_a_run_that_asks_for_a_plan_gets_one(monkeypatch):
+    monkeypatch.setattr(memory_setup, "resolve_device", lambda _: torch.device("cuda"))
+
+    def asks(*settings: str) -> bool:
+        return is_planned(load_config(None, list(settings)).config)
+
+    assert not asks()
+    assert not asks("learner.offload_during_rollout=true", "learner.offload_optimizer=true"), "work without a plan"
+    assert asks("learner.residency=[auto]")
+    assert asks("learner.residency=[optimizer]")
+    config = load_config(None).config
+    assert plan_run(config, "/no/such/model") is None
+    assert planned(config, None) is config, "the engine and the learner get the settings as they are"
 
 
 @pytest.mark.parametrize("residency", [["auto"], ["kv_cache", "parameters", "optimizer"]], ids=str)
