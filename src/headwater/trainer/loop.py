@@ -102,7 +102,9 @@ class Trainer:
             reward_counts=rollout.reward_counts,
             engine_metrics=lambda: {**self._engine_watch.take(), **self._turns.take_report()},
         )
-        self._turns = MemoryTurns(config, plan, self._learner, rollout.engine, self._stage, settle=self._recorder.flush)
+        self._turns = MemoryTurns(
+            config, plan, self._learner, rollout.engine, self._switch, settle=self._recorder.flush
+        )
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
         self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)
@@ -274,6 +276,12 @@ class Trainer:
             failed = self._learner.status().failure
             shapes = {} if failed else self._learner.shapes()
             raise memory_full(error, name, self._config, shapes, self._turns.plan) from error
+
+    @contextmanager
+    def _switch(self, name: str) -> Iterator[None]:
+        """A stage in which memory moves. After a part of it, the weights could not be saved."""
+        with self._interrupts.deferred("moving the learner's memory"), self._stage(name):
+            yield
 
     def _make_experience(self, batch: RolloutBatch) -> Experience:
         with self._stage("experience"):
