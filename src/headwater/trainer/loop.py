@@ -405,8 +405,10 @@ class Trainer:
             with self._turns.generating():
                 run = self._parts.probe_rollouts.rollout_batch
                 probed = evaluate(run, self._training.train_data, probe, config.run.seed)
+            self._turns.train()
             return probed.reward_mean
 
+        self._turns.train()  # the memory plan counts the engine's weights as absent while anything is trained
         result = warm_start(
             config.warm_start,
             self._learner,

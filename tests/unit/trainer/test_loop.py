@@ -20,6 +20,7 @@ from headwater.trainer.callbacks import Callback, StopTraining
 from headwater.trainer.checkpoint import Checkpoints
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
+from headwater.trainer.memory_turns import MemoryTurns
 from headwater.trainer.rollout_setup import build_rollout
 
 SMALL = [
@@ -73,9 +74,11 @@ def test_the_learner_leaves_for_evaluations_and_rollouts(run):
     assert run("warm_start.num_steps=0") == turn("evaluation") + turn("rollout") + turn("evaluation")
 
 
-def test_the_learner_leaves_for_the_probes_of_a_supervised_start(run):
+def test_the_learner_leaves_for_the_probes_of_a_supervised_start_and_the_engine_for_its_steps(run, monkeypatch):
+    monkeypatch.setattr(MemoryTurns, "train", lambda _: run.calls.append("engine gives way"))
     settings = ["warm_start.num_steps=10", "warm_start.until_reward=0.9", "eval.before=false", "eval.after=false"]
-    assert run(*settings) == turn("probe") + turn("rollout")
+    gives_way = ["engine gives way"]
+    assert run(*settings) == gives_way + turn("probe") + gives_way + turn("rollout") + gives_way
 
 
 def test_a_learner_that_could_not_leave_is_brought_back(run):
