@@ -451,24 +451,26 @@ class Trainer:
     def _save_if_consistent(self) -> None:
         """After an interrupted update the weights belong to no version, and a run could not resume from them."""
         if self._consistent and not self._learner.status().failure:
-            self._save(is_last=True)
+            self._save(is_last=True, is_rescue=True)
 
     def _check_learner(self) -> None:
         """An interrupt may mean that a rank of the learner has ended; then there is nothing to save with."""
         if failure := self._learner.status().failure:
             raise RankFailed(f"{failure}; resume from the last checkpoint")
 
-    def _save(self, *, is_last: bool = False) -> None:
+    def _save(self, *, is_last: bool = False, is_rescue: bool = False) -> None:
         """Save the present step, once. In the background, the files are written while training continues.
 
-        ``is_last`` waits for all files, also those of an earlier call.
+        ``is_last`` waits for all files, also those of an earlier call. ``is_rescue`` saves although rollouts or metrics
+        could not be written.
         """
         step = self._state.step
         if step == self._saved_step and not is_last:
             return
         in_background = self._config.trainer.checkpoint_in_background and not is_last
         with self._interrupts.deferred("this checkpoint"), self._stage("checkpoint"):
-            self._recorder.flush()  # a run that resumes from the checkpoint needs its records
+            # A run that resumes from the checkpoint needs its records, at the least the line of the ledger.
+            self._recorder.check_ledger(step) if is_rescue else self._recorder.flush()
             self._checkpoints.settle()
             self._tell_saved()  # about the one before, which may be removed now
             saved = self._checkpoints.save(self._state, self._learner, in_background=in_background, is_last=is_last)

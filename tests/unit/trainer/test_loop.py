@@ -21,6 +21,7 @@ from headwater.trainer.checkpoint import Checkpoints
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.memory_turns import MemoryTurns
+from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import build_rollout
 
 SMALL = [
@@ -191,6 +192,19 @@ def test_damaged_weights_stop_the_run_although_they_are_compared_later(tmp_path,
         fit(run, "trainer.total_steps=2", change=damaged)
     assert run.checkpoint_steps() == [], "a checkpoint would need the record of its step"
     assert run.read_ledger() == []
+
+
+def test_a_rollout_file_that_cannot_be_written_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Recorder, "_write_rollouts", fails)
+    run = RunDirectory.create(tmp_path, "run")
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(run, "trainer.save_rollouts_every_steps=1")
+    assert run.checkpoint_steps() == [1]
+    assert [line["step"] for line in run.read_ledger()] == [1]
+    assert [line["kind"] for line in run.read_metrics()] == ["train"], "records go on after a file of its own"
 
 
 class Told(Callback):
