@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,8 @@ class LocalLearner:
     _peak_bytes: int = 0
     _snapshots: Snapshots | None = None
     _writer: ThreadPoolExecutor | None = None
+    _written: Future[None] | None = None
+    """The end of the last snapshot that this rank writes on a thread."""
     _profiler: Profiler | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
@@ -198,6 +200,7 @@ class LocalLearner:
         return checksum(trained_weights(self._trained(role).module.model))
 
     def save(self, folder: Path) -> None:
+        self._finish_writing()
         self._return()
         settings = self.config.trainer
         self._save_model(self.actor.engine.module.model, folder / "model", self._saved_dtype)
@@ -242,6 +245,7 @@ class LocalLearner:
         ``rank_files.wait_for_ranks(folder, [0])`` waits until all ranks have written their files.
         """
         ranks = self.actor.engine.ranks
+        self._finish_writing()
         with ranks.together():
             see_folder(folder)
         taken = self.snapshot(folder)
@@ -254,8 +258,14 @@ class LocalLearner:
             with reporting(folder, ranks.index):
                 taken.write()
 
-        self._writer.submit(write)
+        self._written = self._writer.submit(write)
         return True
+
+    def _finish_writing(self) -> None:
+        """Wait for the files of an earlier snapshot, whose copies would be overwritten. Its errors are reported in its
+        folder, and the thread that awaits them raises them."""
+        if self._written is not None:
+            wait([self._written])
 
     def settle(self) -> None:
         """Wait for a snapshot that is being copied, before weights change or move."""
