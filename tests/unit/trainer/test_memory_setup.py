@@ -58,12 +58,14 @@ def test_sizes_are_those_of_the_loaded_model():
 
 def test_activations_are_near_the_measured_peaks(seven):
     # benchmarks/results/train_step_qwen2.5-7b_h200.json: 65.4 GiB, of which weights and gradients 56.7.
-    measured = 65.39 - 8 * seven.policy.num_parameters / GIB
+    # Measured before the residual stream and the logits were float32: layer inputs and chunks are twice as large now.
+    wider = 2 * 8192 * 28 * 3584 / GIB + 2
+    measured = 65.39 - 8 * seven.policy.num_parameters / GIB + wider
     estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True) / GIB
     assert estimated == pytest.approx(measured, rel=0.1)
     # The same file: 21.5 GiB with adapters of rank 32, of which the frozen weights are 14.2 GiB.
     adapters = seven.policy.adapter_parameters(32, ()) * 16
-    measured = 21.51 - (2 * seven.policy.num_parameters + adapters) / GIB
+    measured = 21.51 - (2 * seven.policy.num_parameters + adapters) / GIB + wider
     estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True, trains_all=False) / GIB
     assert estimated == pytest.approx(measured, rel=0.15)
 
@@ -118,16 +120,63 @@ def test_a_run_that_cannot_fit_is_refused_with_numbers_and_remedies(seven):
     assert "learner.checkpoint_activations=true: saves" in text
     assert "lora.rank=16" in text
     assert "learner.offload_optimizer" not in text, "the plan has streamed the averages already"
-    with pytest.raises(ConfigError, match=r"main memory need .* and 8\.5 GiB of it can be used"):
+    with pytest.raises(ConfigError, match=r"main memory need .* and 10 GiB of it can be used"):
         plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=10)
 
 
 def test_a_run_whose_estimate_does_not_fit_starts_with_a_warning(seven):
     plan, _ = plan_of(seven)
     assert not plan.fits
-    assert plan.ways["optimizer"] == STREAMED
+    assert plan.moved == 0, "an estimate does not make a run slow"
+    assert plan.ways["weights"] == plan.ways["kv_cache"] == RELEASED, "what costs nothing over the bus is done"
     assert "may run out of memory" in describe_plan(plan)
     assert "may run out of memory" not in describe_plan(plan_of(seven, CHECKPOINTED)[0])
+
+
+def small(vocab_size: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> Models:
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Models(ModelSize.of_config(config), {})
+
+
+@pytest.mark.parametrize("recipe", ["smollm2-arithmetic", "smollm2-countdown"])
+def test_small_models_run_on_small_gpus_without_moving_anything(recipe):
+    models = small(49152, 576, 1536, 30, 9, 3)
+    config = load_config(recipe, ["model.dtype=bfloat16", "model.device=cpu", "learner.residency=[auto]"]).config
+    for gpu in (7.3, 11.0, 15.0):
+        plan = plan_memory(config, models, budget_of(config, int(gpu * GIB), 32 * GIB), can_discard=True)
+        assert plan.moved == 0, gpu
+        assert plan.kv_cache > GIB // 4, "not one response at a time"
+
+
+def test_estimates_do_not_refuse_a_run(seven):
+    half = small(151936, 896, 4864, 24, 14, 2)
+    config = load_config(None, ["model.dtype=bfloat16", "model.device=cpu", "learner.residency=[auto]"]).config
+    assert plan_memory(config, half, budget_of(config, int(11.5 * GIB), 32 * GIB), can_discard=True).moved == 0
+    plan, _ = plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=60)
+    assert plan.ways["optimizer"] == STREAMED, "57 GiB of copies may fit"
+
+
+def test_samples_that_share_their_prompt_hold_it_once(seven):
+    few = ["trainer.num_prompts_per_step=1", "rollout.max_new_tokens=16"]
+    shared, apart = (
+        plan_of(seven, *few, f"learner.share_prompts={value}")[0].holders["activations"].train
+        for value in ("true", "false")
+    )
+    assert shared < apart
+
+
+def test_the_cache_of_a_roomy_gpu_is_the_one_without_a_plan(seven):
+    plan, config = plan_of(seven, CHECKPOINTED, "lora.rank=16")
+    left = 139 * GIB - sum(max(each.generate, 0) for tag, each in plan.holders.items() if tag in LEFT_OUT)
+    assert plan.kv_cache == pytest.approx(0.4 * left, rel=0.01)
+    assert plan.converts_at_once, "adapters have working copies too"
+    assert planned(config, plan).learner.convert_at_once
+
+
+LEFT_OUT = ("weights", "activations", "graphs")
 
 
 def test_what_a_setting_saves_is_what_the_sizes_say(seven):
