@@ -13,7 +13,7 @@ from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
-from headwater.trainer import memory_setup
+from headwater.trainer import memory_advice, memory_setup
 from headwater.trainer.memory_advice import memory_full
 from headwater.trainer.memory_setup import (
     Models,
@@ -245,3 +245,18 @@ def test_an_error_about_memory_names_the_largest_holders(seven):
     assert "out of memory while updating the policy" in training
     generation = str(memory_full(MemoryError("no memory"), "wait", config, shapes, plan))
     assert "gradients" not in generation.partition("These settings")[0]
+
+
+def test_an_error_about_memory_advises_nothing_that_the_plan_does_already(seven, monkeypatch):
+    monkeypatch.setattr(memory_advice, "_uses_gpu", lambda *_: True)
+    shapes = {"embedding": (152064, 3584)}
+
+    def advised(*settings: str, **machine: float) -> str:
+        plan, config = plan_of(seven, CHECKPOINTED, *settings, **machine)
+        return str(memory_full(MemoryError("no memory"), "train", config, shapes, plan)).partition("These settings")[2]
+
+    assert "learner.offload_optimizer=true" in advised()
+    assert "KV cache" not in advised(), "the plan has released it"
+    streaming = advised("rollout.max_staleness=1")
+    assert "learner.offload_optimizer" not in streaming
+    assert "frees half of the KV cache" in streaming
