@@ -5,9 +5,9 @@
 The parts are those of a run: the embedded engine, the learner, publication with checksums, and the memory plan with its
 turns. A step generates all responses, trains on them and publishes the weights. Cases:
 
-- ``plain``: everything stays on the GPU (``learner.residency=resident``). Refused if it does not fit.
+- ``plain``: everything stays on the GPU (``learner.residency=resident``, the default), and there is no plan.
 - ``planned``: the plan chooses (``learner.residency=auto``).
-- ``forced``: ``learner.offload_during_rollout`` and ``learner.offload_optimizer``.
+- ``forced``: a plan with ``learner.offload_during_rollout`` and ``learner.offload_optimizer``.
 
 ``offload`` is the time in which nothing but moving memory happens.
 """
@@ -57,8 +57,8 @@ from headwater.weights.publish import publish
 
 CASES = {
     "plain": ["learner.residency=[resident]"],
-    "planned": [],
-    "forced": ["learner.offload_during_rollout=true", "learner.offload_optimizer=true"],
+    "planned": ["learner.residency=[auto]"],
+    "forced": ["learner.residency=[auto]", "learner.offload_during_rollout=true", "learner.offload_optimizer=true"],
 }
 GIB = 2**30
 STAGES = ("offload", "generate", "experience", "train", "publish")
@@ -146,7 +146,7 @@ def _config(case: str, options: argparse.Namespace, device: torch.device) -> Con
 
 
 def _plan(config: Config, options: argparse.Namespace, device: torch.device) -> MemoryPlan | None:
-    if device.type == "cpu":
+    if device.type == "cpu" or config.learner.residency == ("resident",):
         return None
     size = ModelSize.of(build_model(options.shape, torch.device("meta"), default_dtype(device)))
     budget = budget_of(config, free_bytes(device), available_ram())

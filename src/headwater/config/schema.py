@@ -285,9 +285,10 @@ class LearnerConfig:
     """On a GPU, keep AdamW's averages in main memory and stream them through the device in each step."""
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
-    residency: tuple[Literal["auto", "resident", "kv_cache", "weights", "parameters", "optimizer"], ...] = ("auto",)
-    """What leaves a GPU that the engine and the learner share while it is not needed: `auto` plans it and moves as
-    little as possible, `resident` keeps everything, a list names what leaves. The offload settings apply as well."""
+    residency: tuple[Literal["auto", "resident", "kv_cache", "weights", "parameters", "optimizer"], ...] = ("resident",)
+    """What leaves a GPU that the engine and the learner share while it is not needed. `resident` makes no plan:
+    everything stays, except for what the offload settings move. `auto` plans it and moves as little as possible; a list
+    names what leaves. `auto` becomes the default when it has been measured on GPUs."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
     ends."""

@@ -160,8 +160,11 @@ def make_plan(
     cache: Cache | None = None,
     *,
     is_allowed: Callable[[MemoryPlan], bool] = lambda plan: True,
+    is_tight: bool = False,
 ) -> MemoryPlan:
     """The plan that fits and moves the fewest bytes. Raises ``NoPlan``.
+
+    Of several, it is the one that changes the least, or the one with the lowest peak if memory ``is_tight``.
 
     The cache gets the size it needs if any plan allows that; otherwise it is halved until one does. In the chosen plan
     it then grows to the wanted size, as far as memory is free. ``is_allowed`` excludes plans whose ways do not go
@@ -171,7 +174,7 @@ def make_plan(
         every = [*holders, cache.holder(size)] if cache is not None else list(holders)
         plans = [plan for plan in _all_plans(every, budget, is_allowed) if plan.fits]
         if plans:
-            best = min(plans, key=_cost)
+            best = min(plans, key=(lambda plan: (plan.moved, plan.peak)) if is_tight else _cost)
             return best if cache is None else grown(best, cache)
     smallest = [*holders, cache.holder(cache.smallest)] if cache is not None else list(holders)
     tight = replace(budget, reserve=0)

@@ -13,6 +13,7 @@ from headwater.core.errors import ConfigError
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.virtual_memory import AddressRange
 from headwater.models.device import available_ram as available_ram
+from headwater.models.device import free_bytes as free_bytes
 
 _GIB = 2**30
 SERVER_FRACTION = 0.85
@@ -231,11 +232,3 @@ def _copy_bytes(spec: ModelSpec, num_free: int) -> int:
     longest = min(spec.kv_bytes_per_token * spec.max_positions, num_free) // spec.num_layers
     # Twice, because broken tokens require a second copy without them.
     return 2 * max(CPU_COPY_BYTES, longest) + CPU_MASK_BYTES
-
-
-def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch has reserved but does not use is available too.
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return available_ram()

@@ -218,6 +218,11 @@ class ForwardEngine:
     def onload(self) -> None:
         self._move(self.device)
 
+    @property
+    def is_away(self) -> bool:
+        """Whether anything is in main memory, or has not returned completely."""
+        return self.residency.is_away or self.frozen.is_away
+
     def _move(self, device: torch.device) -> None:
         for residency, parameters in self._parameters():
             if device == CPU:
@@ -430,6 +435,10 @@ class TrainEngine(ForwardEngine):
         self.residency.changed()
         self.frozen.changed()
         sharded_checkpoint.load(folder, self.module.model, self._optimizer, self.ranks)
+
+    @property
+    def is_away(self) -> bool:
+        return super().is_away or any(each.residency.is_away for each in self._optimizers)
 
     def _move(self, device: torch.device) -> None:
         # The parameters are needed first. The averages arrive while the first passes are computed.

@@ -8,14 +8,13 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import Config
@@ -38,6 +37,7 @@ from headwater.learner.export import (
 )
 from headwater.learner.held import held_by
 from headwater.learner.lora import without_adapters
+from headwater.learner.profiler import Profiler
 from headwater.learner.rank_files import reporting, see_folder, wait_for_ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.models.checksum import checksum
@@ -53,8 +53,6 @@ CONVERSATION = "conversation"
 """The object column that ``reward_model`` scores: a list of messages per row, the response last."""
 
 _NUM_SUPERVISED_WARMUP_STEPS = 10
-_MOST_EVENTS = 200_000
-"""Allocations of which a memory snapshot keeps the place in the code."""
 
 
 @dataclass
@@ -78,6 +76,8 @@ class LocalLearner:
     _peak_bytes: int = 0
     _snapshots: Snapshots | None = None
     _writer: ThreadPoolExecutor | None = None
+    _written: Future[None] | None = None
+    """The end of the last snapshot that this rank writes on a thread."""
     _profiler: Profiler | None = None
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, Tensor]:
@@ -158,12 +158,14 @@ class LocalLearner:
         self._save_model(model, folder)
 
     def export(self, role: Role = "policy") -> Iterator[Bucket]:
+        self._return()
         return in_buckets(merged_weights(self._trained(role).module.model))
 
     def shapes(self, role: Role = "policy") -> dict[str, tuple[int, ...]]:
         return weight_shapes(self._trained(role).module.model)
 
     def export_unmerged(self, adapters_alone: bool) -> Iterator[Bucket]:
+        self._return()
         return in_buckets(unmerged_weights(self.actor.engine.module.model, adapters_alone=adapters_alone))
 
     def unmerged_shapes(self, adapters_alone: bool) -> dict[str, tuple[int, ...]]:
@@ -185,6 +187,7 @@ class LocalLearner:
 
     def broadcast(self, order: SendOrder) -> list[SendReport]:
         assert self._sender is not None, "connected before"
+        self._return()
         engine = self.actor.engine
         pieces = own_pieces(engine.module.model, engine.ranks.index, engine.ranks.count)
         report = self._sender.send(order, self.parcels(), pieces)
@@ -193,9 +196,12 @@ class LocalLearner:
         return [report]
 
     def checksum(self, role: Role = "policy") -> str:
+        self._return()
         return checksum(trained_weights(self._trained(role).module.model))
 
     def save(self, folder: Path) -> None:
+        self._finish_writing()
+        self._return()
         settings = self.config.trainer
         self._save_model(self.actor.engine.module.model, folder / "model", self._saved_dtype)
         self.actor.engine.save(folder, with_optimizer=settings.checkpoint_optimizer)
@@ -206,6 +212,7 @@ class LocalLearner:
         """With several ranks, all of them call this together, and each writes its own files of the snapshot."""
         from headwater.learner import snapshot as saving  # only runs that save need it
 
+        self._return()
         engine = self.actor.engine
         if self._snapshots is None:
             self._snapshots = saving.Snapshots(engine.device, engine.ranks)
@@ -238,6 +245,7 @@ class LocalLearner:
         ``rank_files.wait_for_ranks(folder, [0])`` waits until all ranks have written their files.
         """
         ranks = self.actor.engine.ranks
+        self._finish_writing()
         with ranks.together():
             see_folder(folder)
         taken = self.snapshot(folder)
@@ -250,8 +258,14 @@ class LocalLearner:
             with reporting(folder, ranks.index):
                 taken.write()
 
-        self._writer.submit(write)
+        self._written = self._writer.submit(write)
         return True
+
+    def _finish_writing(self) -> None:
+        """Wait for the files of an earlier snapshot, whose copies would be overwritten. Its errors are reported in its
+        folder, and the thread that awaits them raises them."""
+        if self._written is not None:
+            wait([self._written])
 
     def settle(self) -> None:
         """Wait for a snapshot that is being copied, before weights change or move."""
@@ -285,6 +299,17 @@ class LocalLearner:
     def onload(self) -> None:
         for engine in self._engines():
             engine.onload()
+
+    def _return(self) -> None:
+        """Before weights are read: bring back what an interrupt or an error has left in main memory."""
+        if not any(engine.is_away for engine in self._engines()):
+            return
+        try:
+            self.onload()
+        except torch.OutOfMemoryError as error:
+            raise HeadwaterError(
+                f"the learner is in main memory, and its device has no room for it: {error}"
+            ) from error
 
     def status(self) -> LearnerStatus:
         engine = self.actor.engine
@@ -372,29 +397,3 @@ def _timed(name: str, model: Actor | Critic, batch: DataProto) -> dict[str, floa
 
 def _negative_log_likelihood(outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
     return PolicyLoss(-outputs["logprobs"])
-
-
-class Profiler:
-    """Records from its creation to ``finish``, which writes the files. Both must happen on the same thread."""
-
-    def __init__(self, order: ProfileOrder, rank: int, device: torch.device) -> None:
-        order.folder.mkdir(parents=True, exist_ok=True)
-        self._start = order.folder / f"{order.name}_rank_{rank}"
-        self._snapshots = order.memory and device.type == "cuda"
-        if self._snapshots:
-            torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-        self._profile = profile(activities=activities, profile_memory=order.memory, record_shapes=order.memory)
-        self._profile.start()
-
-    def finish(self) -> list[Path]:
-        """Write the trace, and the memory snapshot if there is one."""
-        self._profile.stop()
-        trace = self._start.with_name(f"{self._start.name}.json.gz")
-        self._profile.export_chrome_trace(str(trace))
-        if not self._snapshots:
-            return [trace]
-        snapshot = self._start.with_name(f"{self._start.name}_memory.pickle")
-        torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        return [trace, snapshot]

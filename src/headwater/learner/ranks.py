@@ -6,6 +6,7 @@ the ranks form a mesh of two dimensions: neighbours compute the same rows togeth
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.config.schema import LearnerConfig
+from headwater.core.disk import show_bytes
 from headwater.core.errors import ConfigError, OtherRankFailed
 from headwater.learner.export import plain_name
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.working_copies import WorkingCopies
+from headwater.models.device import free_bytes
 from headwater.models.fused_layers import use_fused_layers
 from headwater.models.sharded_load import ShardReader
 from headwater.models.wide_layers import widen_layers
+
+logger = logging.getLogger(__name__)
+
+_GRADIENT_BYTES, _AVERAGES_BYTES = 4, 8
+"""Of one trained weight."""
+_ROOM = 1.5
+"""Free memory that converting all weights at once needs, as a multiple of what is certain to be allocated."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +140,8 @@ def shard(
 
     Weights keep their type (float32 for trained ones), layers compute in ``compute_dtype``, and gradients are summed in
     float32. A single process that computes in the type of its weights needs no sharding, and one that computes in
-    another type converts all weights at once, unless ``learner.convert_at_once`` is off. Parameters on the meta device
-    are allocated and read from ``weights``, each rank only its shard.
+    another type converts all weights at once, unless ``learner.convert_at_once`` is off or a GPU has too little room.
+    Parameters on the meta device are allocated and read from ``weights``, each rank only its shard.
     """
     uses_kernels = device.type == "cuda" and config.fused_layers and not config.compile
     if uses_kernels:
@@ -146,7 +156,8 @@ def shard(
             layers[index] = checkpoint_wrapper(layers[index])
     if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):
         return
-    if ranks.count == 1 and config.convert_at_once and weights is None:
+    is_alone = ranks.count == 1 and config.convert_at_once and weights is None
+    if is_alone and has_room_for_copies(module, config, compute_dtype, device, trains=trains):
         module.copies = WorkingCopies(module, compute_dtype)
         return
     mesh = ranks.mesh(device)
@@ -166,6 +177,32 @@ def shard(
     fully_shard(module, mesh=mesh, mp_policy=precision)
     if weights is not None:
         _materialize(module, device, weights)
+
+
+def has_room_for_copies(
+    module: PackedModule, config: LearnerConfig, compute_dtype: torch.dtype, device: torch.device, *, trains: bool
+) -> bool:
+    """Whether all weights can be converted at once, beside gradients and averages that are not allocated yet.
+
+    Activations are not known here: half as much again is left for them. On a CPU nothing is checked.
+    """
+    if device.type == "cpu":
+        return True
+    needed = 0
+    for weight in module.parameters():
+        if weight.dtype != compute_dtype:
+            is_trained = trains and weight.requires_grad
+            averages = 0 if config.offload_optimizer else _AVERAGES_BYTES
+            needed += weight.numel() * (compute_dtype.itemsize + is_trained * (_GRADIENT_BYTES + averages))
+    free = free_bytes(device)
+    has_room = free >= _ROOM * needed
+    logger.info(
+        "%s: gradients, averages and converted weights take %s, and %s are free",
+        "all weights are converted at once" if has_room else "weights are converted one layer at a time",
+        show_bytes(needed),
+        show_bytes(free),
+    )
+    return has_room
 
 
 def _materialize(module: PackedModule, device: torch.device, weights: ShardReader) -> None:

@@ -28,6 +28,7 @@ class Residency:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._moves = device.type == "cuda"
         self._storages: list[torch.UntypedStorage] = []
         self._homes: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
@@ -46,7 +47,7 @@ class Residency:
     @torch.no_grad()
     def copy_out(self, tensors: Iterable[Tensor]) -> None:
         """Start to copy the tensors to main memory. They stay on the device."""
-        if self._device.type != "cuda" or self.is_away or self._is_copied:
+        if not self._moves or self.is_away or self._is_copied:
             return
         self._take(tensors)
         with self._on_stream() as stream:
@@ -58,21 +59,21 @@ class Residency:
 
     def release(self, tensors: Iterable[Tensor]) -> None:
         """Wait for the copy, and free the memory on the device."""
-        if self._device.type != "cuda" or self.is_away:
+        if not self._moves or self.is_away:
             return
         self.copy_out(tensors)
         if self._done is not None:
             self._done.synchronize()
-        torch.cuda.current_stream(self._device).synchronize()  # others may use the memory at once, on any stream
+        self._synchronize()  # others may use the memory at once, on any stream
+        self.is_away = True  # first: an interrupt below leaves some without memory, and ``restore`` repairs that
         for storage in self._storages:
             storage.resize_(0)
-        self.is_away = True
 
     @torch.no_grad()
     def restore(self) -> None:
         """Allocate the memory again and start to copy the values into it.
 
-        If there is not enough memory, nothing is allocated, and this can be repeated.
+        If there is not enough memory, nothing is allocated, and this can be repeated, as after an interrupt.
         """
         if not self.is_away:
             return
@@ -88,7 +89,7 @@ class Residency:
                 _bytes_of(storage, self._device).copy_(home, non_blocking=True)
                 self.num_bytes_moved += home.nbytes
             self._done = stream.record_event()
-        self.is_away = False
+        self.is_away = False  # last: until here the tensors may have memory without values
 
     def wait(self) -> None:
         """Make work that is queued from now on wait for the last copy. The host does not wait."""
@@ -100,13 +101,19 @@ class Residency:
         storages = {}
         for tensor in tensors:
             storage = held_by(tensor).untyped_storage()
-            if storage.device.type == "cuda" and storage.nbytes():
+            if storage.device.type == self._device.type and storage.nbytes():
                 storages[storage.data_ptr()] = storage  # tied weights share one
         self._storages = list(storages.values())
         sizes = [storage.nbytes() for storage in self._storages]
         if [home.nbytes for home in self._homes] != sizes:
-            pinned = PinnedMemory(sum(-(-size // 64) * 64 for size in sizes))
-            self._homes = [pinned.empty(torch.Size((size,)), torch.uint8) for size in sizes]
+            self._homes = self._allocate(sizes)
+
+    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+        pinned = PinnedMemory(sum(-(-size // 64) * 64 for size in sizes))
+        return [pinned.empty(torch.Size((size,)), torch.uint8) for size in sizes]
+
+    def _synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
 
     @contextmanager
     def _on_stream(self) -> Iterator[torch.cuda.Stream]:

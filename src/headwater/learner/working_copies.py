@@ -65,8 +65,8 @@ class WorkingCopies:
         torch._foreach_copy_(views, [weight.data for weight in weights])
         for weight, view in zip(weights, views, strict=True):
             self._copies[weight].data = view
+        self._is_used = True  # first, so that ``put_back`` also repairs what an interrupt has left half done
         self._place(self._copies)
-        self._is_used = True
 
     def put_back(self) -> None:
         """Make the weights the module's parameters again, and free the copies."""

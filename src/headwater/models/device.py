@@ -91,6 +91,15 @@ def available_ram(root: Path = Path("/")) -> int:
     return max(0, min([machine, *_left_in_groups(root)]))
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that can be allocated."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # Memory that torch has reserved but does not use is available too.
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_ram()
+
+
 def _left_in_groups(root: Path) -> Iterator[int]:
     """The memory left in each control group of this process that has a limit."""
     try:

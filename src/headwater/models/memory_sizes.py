@@ -22,12 +22,17 @@ from headwater.models.source import locate, resolve_model
 
 TRAINED_BYTES, GRADIENT_BYTES, AVERAGES_BYTES = 4, 4, 8
 """Of one trained weight: itself and its gradient in float32, and AdamW's two averages."""
-_LOGITS_CHUNK_BYTES = 1 << 30
+_WIDE_BYTES = 4
+"""Of a value of the residual stream and of a logit, which are float32 in any case."""
+_LOGITS_CHUNK_BYTES = (1 << 29) * _WIDE_BYTES
 """The learner computes logits in chunks of this size (``learner/packed_module.py``)."""
-_KEPT_PER_TOKEN = 25
-"""Values that a layer keeps for its backward pass, per token and hidden unit, if nothing is recomputed."""
+_KEPT_PER_TOKEN, _KEPT_WIDE = 25, 2
+"""Values that a layer keeps for its backward pass, per token and hidden unit, if nothing is recomputed; and how many of
+them belong to the residual stream."""
 _ROW_BYTES = 10
 """Per logit of a row that is decoded: the logit, its float32 copy and a float32 result."""
+_SAMPLED_BYTES = 28
+"""Per logit of a row while its token is chosen with truncated sampling (``engine/kv_cache.py``)."""
 BUCKET_BYTES = 1 << 29
 """Averages in one bucket of ``learner/streamed_averages.py``, of which three are in flight."""
 
@@ -99,9 +104,9 @@ class ModelSize:
         It is reached either in the output layer or in a layer, whichever needs more. If only adapters are trained
         (``trains_all`` is false), the large weights have no gradients.
         """
-        kept = 1 if is_checkpointed else _KEPT_PER_TOKEN
-        inputs = num_tokens * self.num_layers * self.hidden_size * itemsize * kept
-        logits = 2 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * itemsize)
+        wide, narrow = (1, 0) if is_checkpointed else (_KEPT_WIDE, _KEPT_PER_TOKEN - _KEPT_WIDE)
+        inputs = num_tokens * self.num_layers * self.hidden_size * (_WIDE_BYTES * wide + itemsize * narrow)
+        logits = 2 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
         head = self.vocab_size * self.hidden_size
         gathered = self.num_root_parameters * itemsize
         at_head = logits + gathered + (head * (itemsize + GRADIENT_BYTES) if trains_all else 0)
@@ -113,13 +118,17 @@ class ModelSize:
 
     def forward_bytes(self, num_tokens: int, itemsize: int) -> int:
         """The peak of a pass without gradients."""
-        per_token = (6 * self.hidden_size + 3 * self.intermediate_size) * itemsize
-        logits = 3 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * itemsize)
-        return num_tokens * per_token + logits + self.num_root_parameters * itemsize
+        logits = 3 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
+        return num_tokens * self._pass_bytes(itemsize) + logits + self.num_root_parameters * itemsize
 
-    def prefill_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """What the engine needs for a pass over prompts."""
-        return num_tokens * (6 * self.hidden_size + 3 * self.intermediate_size) * itemsize
+    def prefill_bytes(self, num_tokens: int, num_rows: int, itemsize: int) -> int:
+        """What the engine needs for a pass over prompts, and to sample a token for every row."""
+        return num_tokens * self._pass_bytes(itemsize) + num_rows * self.vocab_size * _SAMPLED_BYTES
+
+    def _pass_bytes(self, itemsize: int) -> int:
+        """Per token of a pass that keeps nothing."""
+        values = 6 * self.hidden_size + 3 * self.intermediate_size
+        return values * itemsize + self.hidden_size * (_WIDE_BYTES - itemsize)
 
     def decode_bytes(self, num_rows: int) -> int:
         """What the engine's CUDA graphs hold."""
@@ -189,17 +198,20 @@ class RunSizes:
             optimizer=trained * AVERAGES_BYTES,
             streamed=max(0, window - activations),  # a step is taken when activations are gone
             activations=activations,
-            prefill=policy.prefill_bytes(prefill, item),
+            prefill=policy.prefill_bytes(prefill, num_rows, item),
             graphs=policy.decode_bytes(num_rows),
             kv_token=policy.kv_values_per_token * item,
-            copies=trained * item if learner.convert_at_once and not lora.rank and item != TRAINED_BYTES else 0,
+            copies=trained * item if learner.convert_at_once and item != TRAINED_BYTES else 0,
         )
 
 
 def _tokens_of_step(config: Config) -> int:
-    """The most tokens that the responses of one step have, with their prompts."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt * longest
+    """The most tokens that the responses of one step have, with their prompts, each of which counts once if the samples
+    share it."""
+    num_samples = config.rollout.num_samples_per_prompt
+    num_prompts = 1 if config.learner.share_prompts else num_samples
+    tokens = num_prompts * config.data.max_prompt_tokens + num_samples * config.rollout.max_new_tokens
+    return config.trainer.num_prompts_per_step * tokens
 
 
 def _makes_forward_passes(config: Config, others: dict[str, ModelSize]) -> bool:

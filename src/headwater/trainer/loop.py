@@ -102,7 +102,9 @@ class Trainer:
             reward_counts=rollout.reward_counts,
             engine_metrics=lambda: {**self._engine_watch.take(), **self._turns.take_report()},
         )
-        self._turns = MemoryTurns(config, plan, self._learner, rollout.engine, self._stage, settle=self._recorder.flush)
+        self._turns = MemoryTurns(
+            config, plan, self._learner, rollout.engine, self._switch, settle=self._recorder.flush
+        )
         adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
         self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)
@@ -275,6 +277,12 @@ class Trainer:
             shapes = {} if failed else self._learner.shapes()
             raise memory_full(error, name, self._config, shapes, self._turns.plan) from error
 
+    @contextmanager
+    def _switch(self, name: str) -> Iterator[None]:
+        """A stage in which memory moves. After a part of it, the weights could not be saved."""
+        with self._interrupts.deferred("moving the learner's memory"), self._stage(name):
+            yield
+
     def _make_experience(self, batch: RolloutBatch) -> Experience:
         with self._stage("experience"):
             return self._training.experience.make(batch, self._state.step, self._parts.join_scores)
@@ -397,8 +405,10 @@ class Trainer:
             with self._turns.generating():
                 run = self._parts.probe_rollouts.rollout_batch
                 probed = evaluate(run, self._training.train_data, probe, config.run.seed)
+            self._turns.train()
             return probed.reward_mean
 
+        self._turns.train()  # the memory plan counts the engine's weights as absent while anything is trained
         result = warm_start(
             config.warm_start,
             self._learner,
@@ -441,24 +451,26 @@ class Trainer:
     def _save_if_consistent(self) -> None:
         """After an interrupted update the weights belong to no version, and a run could not resume from them."""
         if self._consistent and not self._learner.status().failure:
-            self._save(is_last=True)
+            self._save(is_last=True, is_rescue=True)
 
     def _check_learner(self) -> None:
         """An interrupt may mean that a rank of the learner has ended; then there is nothing to save with."""
         if failure := self._learner.status().failure:
             raise RankFailed(f"{failure}; resume from the last checkpoint")
 
-    def _save(self, *, is_last: bool = False) -> None:
+    def _save(self, *, is_last: bool = False, is_rescue: bool = False) -> None:
         """Save the present step, once. In the background, the files are written while training continues.
 
-        ``is_last`` waits for all files, also those of an earlier call.
+        ``is_last`` waits for all files, also those of an earlier call. ``is_rescue`` saves although rollouts or metrics
+        could not be written.
         """
         step = self._state.step
         if step == self._saved_step and not is_last:
             return
         in_background = self._config.trainer.checkpoint_in_background and not is_last
         with self._interrupts.deferred("this checkpoint"), self._stage("checkpoint"):
-            self._recorder.flush()  # a run that resumes from the checkpoint needs its records
+            # A run that resumes from the checkpoint needs its records, at the least the line of the ledger.
+            self._recorder.check_ledger(step) if is_rescue else self._recorder.flush()
             self._checkpoints.settle()
             self._tell_saved()  # about the one before, which may be removed now
             saved = self._checkpoints.save(self._state, self._learner, in_background=in_background, is_last=is_last)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
 from headwater.core.errors import DeviceMemoryFull
-from headwater.core.memory_plan import MemoryPlan
+from headwater.core.memory_plan import KV_CACHE, RELEASED, MemoryPlan
 from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
 from headwater.models.device import resolve_device
+from headwater.trainer.memory_setup import planned
 
 _WEIGHT_BYTES = 4
 _COPY_BYTES = 2
@@ -57,6 +59,7 @@ def memory_full(
     plan: MemoryPlan | None = None,
 ) -> DeviceMemoryFull:
     """``shapes`` are those of the policy's weights. The ``plan`` of the run names the largest holders of memory."""
+    config = _as_planned(config, plan)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     cause = str(error).partition("\n")[0][:300]
     lines = "\n".join(f"  - {line}" for line in remedies(stage, config, num_weights, _vocabulary(shapes)))
@@ -65,6 +68,17 @@ def memory_full(
         f"weights. {_largest(stage, plan)}These settings need less; change one, then resume (not those for a new "
         f"run):\n{lines}"
     )
+
+
+def _as_planned(config: Config, plan: MemoryPlan | None) -> Config:
+    """The config with what the plan does already, so that nothing of it is advised."""
+    if plan is None:
+        return config
+    config = planned(config, plan)
+    if plan.ways[KV_CACHE] == RELEASED:
+        # The learner may stay where it is, but the cache is gone during training, as with this setting.
+        return replace(config, learner=replace(config.learner, offload_during_rollout=True))
+    return config
 
 
 def _largest(stage: str, plan: MemoryPlan | None) -> str:
@@ -113,7 +127,7 @@ def _smaller_cache(config: Config) -> str:
     """The setting that halves the KV cache. ``engine.memory_fraction`` is not read if the size is given."""
     engine = config.engine
     if engine.kv_cache_gib:
-        return f"engine.kv_cache_gib={engine.kv_cache_gib / 2:g} (now {engine.kv_cache_gib:g})"
+        return f"engine.kv_cache_gib={engine.kv_cache_gib / 2:.3g} (now {engine.kv_cache_gib:.3g})"
     is_alone = config.rollout.is_separate and _uses_gpu(config, config.rollout.device)
     fraction = engine.memory_fraction or (SERVER_FRACTION if is_alone else SHARED_FRACTION)
     return f"engine.memory_fraction={fraction / 2:g} (now {fraction:g}, a share of the free memory)"

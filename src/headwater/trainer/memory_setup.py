@@ -12,6 +12,7 @@ from headwater.core.disk import show_bytes
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.memory_plan import (
     GIB,
+    KV_CACHE,
     MOVED,
     RELEASED,
     RESIDENT,
@@ -22,7 +23,6 @@ from headwater.core.memory_plan import (
     MemoryPlan,
     NoPlan,
     Way,
-    grown,
     make_plan,
 )
 from headwater.engine.engine import GPU_PREFILL_TOKENS, GPU_SEQUENCES
@@ -33,12 +33,10 @@ from headwater.models.memory_sizes import ModelSize, RunSizes
 
 logger = logging.getLogger(__name__)
 
-_RESERVE, _LEAST_RESERVE = 0.03, GIB
+_RESERVE, _LEAST_RESERVE = 0.06, GIB
 """Part of the GPU that a plan leaves free, and the least of it: estimates are not exact, and memory is fragmented."""
 _HOST_SHARE = 0.85
 """Of the free main memory, the most that copies may take."""
-_CERTAIN = 0.6
-"""Part of the estimated activations that a run is refused for. The rest of the sizes are exact."""
 _PAGE_TOKENS = 64
 
 
@@ -69,9 +67,10 @@ class Models:
 
 
 def is_planned(config: Config, num_ranks: int = 1) -> bool:
-    """Whether an engine of ours and a learner of one process share a GPU."""
+    """Whether ``learner.residency`` asks for a plan, and an engine of ours and a learner of one process share a GPU."""
     return (
-        config.cluster.kind == "local"
+        config.learner.residency != (RESIDENT,)
+        and config.cluster.kind == "local"
         and num_ranks == 1
         and not config.rollout.is_separate
         and config.rollout.backend == "embedded"
@@ -113,22 +112,38 @@ def plan_memory(config: Config, models: Models, budget: Budget, *, can_discard: 
         holders = holders_of(config, sizes, can_discard=can_discard)
         return make_plan(holders, budget, cache_of(config, sizes, budget), is_allowed=_leave_together)
 
-    with suppress(NoPlan):  # converting all weights at once is faster, but nothing is moved for it
+    try:
+        best = plan(sizes, budget)
+    except NoPlan:
+        return _plan_of_certain(config, models, sizes, budget, can_discard=can_discard)
+    with suppress(NoPlan):  # converting all weights at once is faster, but nothing leaves the GPU for it
         whole = plan(replace(sizes, activations=sizes.activations + sizes.copies), budget)
-        if sizes.copies and not whole.moved and RELEASED not in whole.ways.values():
+        if sizes.copies and whole.ways == best.ways and whole.kv_cache >= min(best.kv_cache, _needed(config, sizes)):
             return replace(whole, converts_at_once=True)
+    return best
+
+
+def _plan_of_certain(
+    config: Config, models: Models, sizes: RunSizes, budget: Budget, *, can_discard: bool
+) -> MemoryPlan:
+    """Of the plans that fit without anything that is only estimated, the one that moves the least.
+
+    Estimates must not refuse what may work, nor make it slow: they are for the longest responses that are possible.
+    """
+    tight = replace(budget, reserve=0, host=int(budget.host / _HOST_SHARE))
+    cache = cache_of(config, sizes, budget)
+    cache = replace(cache, wanted=cache.needed)
+    certain = replace(sizes, activations=0, prefill=0, graphs=0)
+    holders = holders_of(config, certain, can_discard=can_discard)
     try:
-        return plan(sizes, budget)
-    except NoPlan as error:
-        least = error.least
-    # Activations are estimated, and must not refuse what may work: only what is certain does.
-    certain = replace(sizes, activations=int(_CERTAIN * sizes.activations))
-    tight = replace(budget, reserve=0)
-    try:
-        plan(certain, tight)
+        chosen = make_plan(holders, tight, cache, is_allowed=_leave_together, is_tight=True)
     except NoPlan as error:
         raise ConfigError([_refusal(config, models, error)]) from error
-    return grown(least, cache_of(config, sizes, budget))
+    estimated = {
+        holder.tag: next(way for way in holder.ways if way.name == chosen.ways[holder.tag])
+        for holder in holders_of(config, sizes, can_discard=can_discard)
+    }
+    return replace(chosen, holders={**estimated, KV_CACHE: chosen.holders[KV_CACHE]}, budget=budget)
 
 
 def _leave_together(plan: MemoryPlan) -> bool:
@@ -214,12 +229,19 @@ def cache_of(config: Config, sizes: RunSizes, budget: Budget) -> Cache:
     if settings.memory_fraction:
         given = int(settings.memory_fraction * left)
         return Cache(given, given, given, ways)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    pages = -(-longest // _PAGE_TOKENS) + 1
-    one = sizes.kv_token * _PAGE_TOKENS * (pages + 2)
-    needed = max(one, sizes.kv_token * _PAGE_TOKENS * pages * num_in_flight(config))
-    usual = int(SHARED_FRACTION * left)
-    return Cache(min(needed, max(one, usual)), one, max(needed, usual), ways)
+    one = sizes.kv_token * _PAGE_TOKENS * (_pages(config) + 2)
+    usual = max(one, int(SHARED_FRACTION * left))  # the share that the engine takes without a plan
+    return Cache(min(max(one, _needed(config, sizes)), usual), one, usual, ways)
+
+
+def _pages(config: Config) -> int:
+    """Of the longest sequence."""
+    return -(-(config.data.max_prompt_tokens + config.rollout.max_new_tokens) // _PAGE_TOKENS) + 1
+
+
+def _needed(config: Config, sizes: RunSizes) -> int:
+    """Bytes of the cache with which all responses in flight are generated at once."""
+    return sizes.kv_token * _PAGE_TOKENS * _pages(config) * num_in_flight(config)
 
 
 def planned(config: Config, plan: MemoryPlan | None) -> Config:

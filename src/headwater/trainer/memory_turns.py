@@ -45,8 +45,8 @@ class MemoryTurns:
         *,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """``stage`` measures the time of a switch. ``settle`` is called before the engine's weights are discarded, and
-        waits for whatever reads them."""
+        """``stage`` measures the time of a switch, and puts an interrupt off until its end. ``settle`` is called before
+        the engine's weights are discarded, and waits for whatever reads them."""
         self._settle = settle
         self.plan = plan
         self._learner = learner
@@ -70,24 +70,25 @@ class MemoryTurns:
         if not self._moves_learner and not self._releases_cache:
             yield
             return
+        is_awake = False
         try:
             with self._stage("offload"):
                 if self._moves_learner:
                     self._learner.offload()
                 self._note("train")
                 if self._releases_cache:
+                    is_awake = True  # first, because a part may be awake after an error
                     self._engine.wake(_CACHE)
-            try:
-                yield
-            finally:
-                with self._stage("offload"):
-                    self._note("generate")
-                    if self._releases_cache:
-                        self._engine.sleep(_CACHE)
+            yield
         finally:
-            if self._moves_learner:
-                with self._stage("offload"):
-                    self._learner.onload()
+            with self._stage("offload"):
+                self._note("generate")
+                try:
+                    if is_awake:
+                        self._engine.sleep(_CACHE)
+                finally:
+                    if self._moves_learner:
+                        self._learner.onload()
 
     def train(self) -> None:
         """The learner begins a step. The engine's weights are not needed until new ones are published."""

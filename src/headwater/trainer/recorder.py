@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from headwater.core.errors import RunError
 from headwater.core.records import Prompt, TokenArrays, Trajectory
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
@@ -133,6 +134,14 @@ class Recorder:
         """Wait until everything that was recorded is written."""
         self._writer.flush()
 
+    def check_ledger(self, step: int) -> None:
+        """Wait for the records, and raise if the ledger has no line about ``step``, without which no run can resume
+        from that step. Other files that could not be written do not matter here."""
+        self._writer.settle()
+        if step and not any(line["kind"] == "step" and line["step"] == step for line in self._run.read_ledger()):
+            self._writer.check()
+            raise RunError(f"{self._run.ledger_file} has no line about step {step}")
+
     def ledger(self, step: int, weights: Callable[[], str], books: Books) -> None:
         """The outcome of every dispatch that ended in ``step``, and the checksum of the new weights, which may have to
         be waited for."""
@@ -153,7 +162,7 @@ class Recorder:
             if self._trace is not None:
                 self._trace.write_if_due(self._trace_file)
             if self._save_rollouts_every_steps > 0 and step % self._save_rollouts_every_steps == 0:
-                self._writer.put(partial(self._write_rollouts, step, batch, token_columns))
+                self._writer.put(partial(self._write_rollouts, step, batch, token_columns), alone=True)
             metrics = step_metrics(batch, update, self._spans.drain(), self._clock.take(), books, self._facts)
             metrics |= {**self._memory.take(), **self._engine_metrics(), "prompts/left_out": self._num_left_out}
             metrics |= (counts := self._reward_counts())

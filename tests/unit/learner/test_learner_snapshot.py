@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import tiny
 
 from headwater.config.load import load_config
+from headwater.learner import snapshot
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.rollout.padding import pad_trajectories
 
@@ -30,3 +33,25 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment(tmp_path):
         changed = files(tmp_path / f"{name} after")
         assert changed["model/model.safetensors"] != files(tmp_path / f"{name} saved")["model/model.safetensors"]
         learner.close()
+
+
+def test_the_next_checkpoint_waits_for_the_files_of_the_last_one(tmp_path, monkeypatch):
+    learner = build_learner(LearnerSpec(load_config(["quickstart"]).config, MODEL, MODEL))
+    for save in (learner.start_snapshot, learner.save):
+        first, second = (tmp_path / f"{save.__name__} {number}" for number in (1, 2))
+        first.mkdir()
+        second.mkdir()
+        begun, may_write = threading.Event(), threading.Event()
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshot.Snapshot, "write", lambda _, begun=begun, go=may_write: (begun.set(), go.wait(30)))
+            assert learner.start_snapshot(first)
+            assert begun.wait(30)
+        saving = threading.Thread(target=save, args=(second,))
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive(), save.__name__
+        may_write.set()
+        saving.join(30)
+        assert not saving.is_alive()
+    learner.close()
+    assert (second / "model").is_dir()

@@ -9,6 +9,7 @@ import torch
 from test_engine import MODEL, actor, experience, weights
 
 from headwater.config.schema import LearnerConfig
+from headwater.learner import ranks
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.working_copies import WorkingCopies
@@ -63,3 +64,37 @@ def test_a_failed_pass_puts_the_weights_back():
     with pytest.raises(ValueError, match="no loss"):
         learner.train_step(experience(1), fails)
     assert all(each.dtype == torch.float32 and each.grad is None for each in learner.module.parameters())
+
+
+def test_copies_are_made_on_a_gpu_only_if_there_is_room(monkeypatch):
+    module, gpu = engine().module, torch.device("cuda")
+    num_weights = sum(each.numel() for each in module.parameters())
+
+    def has_room(per_weight: float, *, trains: bool = True, **settings) -> bool:
+        monkeypatch.setattr(ranks, "free_bytes", lambda _: int(per_weight * num_weights))
+        config = LearnerConfig(**settings)
+        return ranks.has_room_for_copies(module, config, torch.bfloat16, gpu, trains=trains)
+
+    assert has_room(1.5 * (4 + 8 + 2))
+    assert not has_room(1.5 * (4 + 8 + 2) - 0.1)
+    assert has_room(1.5 * (4 + 2), offload_optimizer=True)
+    assert has_room(1.5 * 2, trains=False)
+    assert not has_room(1.5 * 2 - 0.1, trains=False)
+    assert ranks.has_room_for_copies(module, LearnerConfig(), torch.bfloat16, torch.device("cpu"), trains=True)
+
+
+def test_an_interrupt_while_copies_are_placed_is_repaired(monkeypatch):
+    copies = engine().module.copies
+    place, weights = copies._place, list(copies._places)
+
+    def interrupted(parameters):
+        places = next(iter(copies._places.values()))
+        places[0][0]._parameters[places[0][1]] = parameters[weights[0]]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copies, "_place", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copies.use()
+    monkeypatch.setattr(copies, "_place", place)
+    copies.put_back()
+    assert all(part._parameters[name] is weight for weight, at in copies._places.items() for part, name in at)

@@ -39,6 +39,24 @@ def test_an_error_is_raised_by_every_later_call_and_nothing_follows_it():
     assert written == []
 
 
+def test_a_file_that_fails_alone_is_an_error_but_the_records_after_it_are_written():
+    writer, written = BackgroundWriter(), []
+
+    def fails():
+        raise OSError("no such folder")
+
+    writer.put(fails, alone=True)
+    writer.put(lambda: written.append("after"))
+    writer.settle()
+    assert written == ["after"]
+    for raises in (writer.check, writer.flush):
+        with pytest.raises(OSError, match="no such folder"):
+            raises()
+    writer.put(lambda: written.append("later"))
+    assert isinstance(writer.close(), OSError)
+    assert written == ["after", "later"]
+
+
 def test_a_slow_disk_slows_the_run_down():
     writer, may_write, num_put = BackgroundWriter(), threading.Event(), []
 

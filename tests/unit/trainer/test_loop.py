@@ -20,6 +20,8 @@ from headwater.trainer.callbacks import Callback, StopTraining
 from headwater.trainer.checkpoint import Checkpoints
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
+from headwater.trainer.memory_turns import MemoryTurns
+from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import build_rollout
 
 SMALL = [
@@ -73,9 +75,11 @@ def test_the_learner_leaves_for_evaluations_and_rollouts(run):
     assert run("warm_start.num_steps=0") == turn("evaluation") + turn("rollout") + turn("evaluation")
 
 
-def test_the_learner_leaves_for_the_probes_of_a_supervised_start(run):
+def test_the_learner_leaves_for_the_probes_of_a_supervised_start_and_the_engine_for_its_steps(run, monkeypatch):
+    monkeypatch.setattr(MemoryTurns, "train", lambda _: run.calls.append("engine gives way"))
     settings = ["warm_start.num_steps=10", "warm_start.until_reward=0.9", "eval.before=false", "eval.after=false"]
-    assert run(*settings) == turn("probe") + turn("rollout")
+    gives_way = ["engine gives way"]
+    assert run(*settings) == gives_way + turn("probe") + gives_way + turn("rollout") + gives_way
 
 
 def test_a_learner_that_could_not_leave_is_brought_back(run):
@@ -188,6 +192,19 @@ def test_damaged_weights_stop_the_run_although_they_are_compared_later(tmp_path,
         fit(run, "trainer.total_steps=2", change=damaged)
     assert run.checkpoint_steps() == [], "a checkpoint would need the record of its step"
     assert run.read_ledger() == []
+
+
+def test_a_rollout_file_that_cannot_be_written_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(Recorder, "_write_rollouts", fails)
+    run = RunDirectory.create(tmp_path, "run")
+    with pytest.raises(OSError, match="the disk is gone"):
+        fit(run, "trainer.save_rollouts_every_steps=1")
+    assert run.checkpoint_steps() == [1]
+    assert [line["step"] for line in run.read_ledger()] == [1]
+    assert [line["kind"] for line in run.read_metrics()] == ["train"], "records go on after a file of its own"
 
 
 class Told(Callback):

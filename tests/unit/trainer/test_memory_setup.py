@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from headwater import train
@@ -12,13 +13,22 @@ from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
-from headwater.trainer import memory_setup
+from headwater.trainer import memory_advice, memory_setup
 from headwater.trainer.memory_advice import memory_full
-from headwater.trainer.memory_setup import Models, budget_of, describe_plan, is_planned, plan_memory, planned, savings
+from headwater.trainer.memory_setup import (
+    Models,
+    budget_of,
+    describe_plan,
+    is_planned,
+    plan_memory,
+    plan_run,
+    planned,
+    savings,
+)
 
 SHAPE = [
     "model.dtype=bfloat16", "model.device=cpu", "data.max_prompt_tokens=128", "rollout.max_new_tokens=512",
-    "rollout.num_samples_per_prompt=8", "trainer.num_prompts_per_step=32",
+    "rollout.num_samples_per_prompt=8", "trainer.num_prompts_per_step=32", "learner.residency=[auto]",
 ]  # fmt: skip
 CHECKPOINTED = "learner.checkpoint_activations=true"
 
@@ -48,12 +58,14 @@ def test_sizes_are_those_of_the_loaded_model():
 
 def test_activations_are_near_the_measured_peaks(seven):
     # benchmarks/results/train_step_qwen2.5-7b_h200.json: 65.4 GiB, of which weights and gradients 56.7.
-    measured = 65.39 - 8 * seven.policy.num_parameters / GIB
+    # Measured before the residual stream and the logits were float32: layer inputs and chunks are twice as large now.
+    wider = 2 * 8192 * 28 * 3584 / GIB + 2
+    measured = 65.39 - 8 * seven.policy.num_parameters / GIB + wider
     estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True) / GIB
     assert estimated == pytest.approx(measured, rel=0.1)
     # The same file: 21.5 GiB with adapters of rank 32, of which the frozen weights are 14.2 GiB.
     adapters = seven.policy.adapter_parameters(32, ()) * 16
-    measured = 21.51 - (2 * seven.policy.num_parameters + adapters) / GIB
+    measured = 21.51 - (2 * seven.policy.num_parameters + adapters) / GIB + wider
     estimated = seven.policy.activation_bytes(8192, 2, is_checkpointed=True, trains_all=False) / GIB
     assert estimated == pytest.approx(measured, rel=0.15)
 
@@ -83,8 +95,6 @@ def test_settings_are_orders(seven):
     assert plan.kv_cache == 20 * GIB
     plan, _ = plan_of(seven, CHECKPOINTED, "learner.residency=[parameters]", gpu=150, ram=200)
     assert (plan.ways["parameters"], plan.ways["optimizer"], plan.ways["kv_cache"]) == (MOVED, MOVED, RESIDENT)
-    with pytest.raises(ConfigError, match="are missing"):
-        plan_of(seven, CHECKPOINTED, "learner.residency=[resident]", gpu=130)
 
 
 def test_without_fixed_addresses_the_weights_stay(seven):
@@ -110,16 +120,63 @@ def test_a_run_that_cannot_fit_is_refused_with_numbers_and_remedies(seven):
     assert "learner.checkpoint_activations=true: saves" in text
     assert "lora.rank=16" in text
     assert "learner.offload_optimizer" not in text, "the plan has streamed the averages already"
-    with pytest.raises(ConfigError, match=r"main memory need .* and 8\.5 GiB of it can be used"):
+    with pytest.raises(ConfigError, match=r"main memory need .* and 10 GiB of it can be used"):
         plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=10)
 
 
 def test_a_run_whose_estimate_does_not_fit_starts_with_a_warning(seven):
     plan, _ = plan_of(seven)
     assert not plan.fits
-    assert plan.ways["optimizer"] == STREAMED
+    assert plan.moved == 0, "an estimate does not make a run slow"
+    assert plan.ways["weights"] == plan.ways["kv_cache"] == RELEASED, "what costs nothing over the bus is done"
     assert "may run out of memory" in describe_plan(plan)
     assert "may run out of memory" not in describe_plan(plan_of(seven, CHECKPOINTED)[0])
+
+
+def small(vocab_size: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> Models:
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Models(ModelSize.of_config(config), {})
+
+
+@pytest.mark.parametrize("recipe", ["smollm2-arithmetic", "smollm2-countdown"])
+def test_small_models_run_on_small_gpus_without_moving_anything(recipe):
+    models = small(49152, 576, 1536, 30, 9, 3)
+    config = load_config(recipe, ["model.dtype=bfloat16", "model.device=cpu", "learner.residency=[auto]"]).config
+    for gpu in (7.3, 11.0, 15.0):
+        plan = plan_memory(config, models, budget_of(config, int(gpu * GIB), 32 * GIB), can_discard=True)
+        assert plan.moved == 0, gpu
+        assert plan.kv_cache > GIB // 4, "not one response at a time"
+
+
+def test_estimates_do_not_refuse_a_run(seven):
+    half = small(151936, 896, 4864, 24, 14, 2)
+    config = load_config(None, ["model.dtype=bfloat16", "model.device=cpu", "learner.residency=[auto]"]).config
+    assert plan_memory(config, half, budget_of(config, int(11.5 * GIB), 32 * GIB), can_discard=True).moved == 0
+    plan, _ = plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=60)
+    assert plan.ways["optimizer"] == STREAMED, "57 GiB of copies may fit"
+
+
+def test_samples_that_share_their_prompt_hold_it_once(seven):
+    few = ["trainer.num_prompts_per_step=1", "rollout.max_new_tokens=16"]
+    shared, apart = (
+        plan_of(seven, *few, f"learner.share_prompts={value}")[0].holders["activations"].train
+        for value in ("true", "false")
+    )
+    assert shared < apart
+
+
+def test_the_cache_of_a_roomy_gpu_is_the_one_without_a_plan(seven):
+    plan, config = plan_of(seven, CHECKPOINTED, "lora.rank=16")
+    left = 139 * GIB - sum(max(each.generate, 0) for tag, each in plan.holders.items() if tag in LEFT_OUT)
+    assert plan.kv_cache == pytest.approx(0.4 * left, rel=0.01)
+    assert plan.converts_at_once, "adapters have working copies too"
+    assert planned(config, plan).learner.convert_at_once
+
+
+LEFT_OUT = ("weights", "activations", "graphs")
 
 
 def test_what_a_setting_saves_is_what_the_sizes_say(seven):
@@ -137,7 +194,22 @@ def test_adapters_need_hardly_more_than_the_frozen_weights(seven):
 
 
 def test_a_plan_is_for_an_engine_and_a_learner_on_one_gpu():
-    assert not is_planned(load_config(None, ["model.device=cpu"]).config)
+    assert not is_planned(load_config(None, ["model.device=cpu", "learner.residency=[auto]"]).config)
+
+
+def test_only_a_run_that_asks_for_a_plan_gets_one(monkeypatch):
+    monkeypatch.setattr(memory_setup, "resolve_device", lambda _: torch.device("cuda"))
+
+    def asks(*settings: str) -> bool:
+        return is_planned(load_config(None, list(settings)).config)
+
+    assert not asks()
+    assert not asks("learner.offload_during_rollout=true", "learner.offload_optimizer=true"), "work without a plan"
+    assert asks("learner.residency=[auto]")
+    assert asks("learner.residency=[optimizer]")
+    config = load_config(None).config
+    assert plan_run(config, "/no/such/model") is None
+    assert planned(config, None) is config, "the engine and the learner get the settings as they are"
 
 
 @pytest.mark.parametrize("residency", [["auto"], ["kv_cache", "parameters", "optimizer"]], ids=str)
@@ -173,3 +245,18 @@ def test_an_error_about_memory_names_the_largest_holders(seven):
     assert "out of memory while updating the policy" in training
     generation = str(memory_full(MemoryError("no memory"), "wait", config, shapes, plan))
     assert "gradients" not in generation.partition("These settings")[0]
+
+
+def test_an_error_about_memory_advises_nothing_that_the_plan_does_already(seven, monkeypatch):
+    monkeypatch.setattr(memory_advice, "_uses_gpu", lambda *_: True)
+    shapes = {"embedding": (152064, 3584)}
+
+    def advised(*settings: str, **machine: float) -> str:
+        plan, config = plan_of(seven, CHECKPOINTED, *settings, **machine)
+        return str(memory_full(MemoryError("no memory"), "train", config, shapes, plan)).partition("These settings")[2]
+
+    assert "learner.offload_optimizer=true" in advised()
+    assert "KV cache" not in advised(), "the plan has released it"
+    streaming = advised("rollout.max_staleness=1")
+    assert "learner.offload_optimizer" not in streaming
+    assert "frees half of the KV cache" in streaming

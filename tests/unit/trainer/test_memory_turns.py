@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from headwater.config.load import load_config
-from headwater.core.errors import MemoryRefused
+from headwater.core.errors import MemoryRefused, RolloutFailed
+from headwater.core.interrupts import Interrupts
 from headwater.core.memory_plan import MOVED, RELEASED, RESIDENT, Budget, MemoryPlan, Way
 from headwater.core.protocols import EngineStatus
 from headwater.trainer.memory_turns import MemoryTurns, releases_cache
@@ -79,8 +82,8 @@ def test_a_learner_that_leaves_is_copied_while_its_weights_are_published(ways):
     watched = Watched()
     each = turns(watched, *([] if ways else ["learner.offload_during_rollout=true"]), **ways)
     assert a_step(each, watched) == [
-        "[offload", "offload", "wake kv_cache", "]", "generate", "[offload", "sleep kv_cache", "]",
-        "[offload", "onload", "]", "train", "prepare_offload", "publish",
+        "[offload", "offload", "wake kv_cache", "]", "generate", "[offload", "sleep kv_cache",
+        "onload", "]", "train", "prepare_offload", "publish",
     ]  # fmt: skip
 
 
@@ -89,6 +92,37 @@ def test_everything_returns_after_a_failed_generation():
     with pytest.raises(ZeroDivisionError), turns(watched, parameters=MOVED, kv_cache=RELEASED).generating():
         raise ZeroDivisionError
     assert [call for call in watched.calls if not call.startswith(("[", "]"))][-2:] == ["sleep kv_cache", "onload"]
+
+
+def test_the_learner_returns_even_if_the_engine_does_not_answer():
+    watched = Watched()
+
+    def sleep(tags):
+        raise RolloutFailed("the engine has ended")
+
+    watched.sleep = sleep
+    with pytest.raises(RolloutFailed), turns(watched, parameters=MOVED, kv_cache=RELEASED).generating():
+        pass
+    assert "onload" in watched.calls
+
+
+def test_an_interrupt_waits_until_the_learner_has_moved():
+    watched, interrupts = Watched(), Interrupts(lambda doing: None)
+
+    @contextmanager
+    def stage(name: str):
+        with interrupts.deferred("moving"):
+            yield
+
+    def offload():
+        os.kill(os.getpid(), signal.SIGINT)
+        watched.calls.append("offload")
+
+    watched.stage, watched.offload = stage, offload
+    each = turns(watched, parameters=MOVED, kv_cache=RELEASED)
+    with pytest.raises(KeyboardInterrupt), interrupts.installed(), each.generating():
+        watched.calls.append("generate")
+    assert watched.calls == ["offload", "wake kv_cache", "sleep kv_cache", "onload"]
 
 
 def test_the_order_to_offload_also_releases_the_cache():

@@ -263,8 +263,10 @@ class RouterEngine:
                 send_to_all(update, mode, receivers, on_end, self._options)
         finally:
             update.close()
-            for member in receivers.values():  # if the export failed, a server was not told
-                member.updating = ""
+            with roster.lock:
+                for member in receivers.values():  # if the export failed, a server was not told
+                    member.updating = ""
+                    roster.sync(member)
         # So that the status tells about this update.
         wait([each.start(each.ask, "status") for each in receivers.values()], timeout=_REPORT_LIMIT_S)
         with roster.lock:

@@ -458,6 +458,23 @@ def test_a_rolling_update_closes_one_server_at_a_time_and_the_others_generate():
             router.update_weights(update(2, 5.0)).result(30)
 
 
+def test_a_server_whose_turn_is_broken_off_is_open_again_at_once(monkeypatch):
+    with routed(ScriptedEngine(), ScriptedEngine(), options=ROLLING) as router:
+        told: list[tuple[int, str, str]] = []
+        sync = router._roster.sync
+
+        def noted(member) -> None:
+            told.append((threading.get_ident(), member.name, member.updating))
+            sync(member)
+
+        monkeypatch.setattr(router._roster, "sync", noted)
+        with pytest.raises(WeightsError, match="only once"):
+            router.update_weights(update(1, 5.0)).result(30)
+        sender, broken_off, _ = [each for each in told if each[2]][-1]
+        own = [updating for thread, name, updating in told if (thread, name) == (sender, broken_off)]
+        assert own[-1] == "", "not only when the watcher looks next"
+
+
 def test_a_server_that_dies_in_a_rolling_update_gets_the_weights_later():
     engines = [ScriptedEngine(), ScriptedEngine(), ScriptedEngine()]
     with routed(*engines, options=ROLLING) as router:
