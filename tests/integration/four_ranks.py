@@ -119,6 +119,12 @@ def run(learner: Learner, folder: Path, watched) -> None:
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in learner.export()]
     assert max(sizes) <= BUCKET_BYTES, sizes
     broadcast(learner, folder.name, watched)
+    for name in ("snapshot", "snapshot_again"):
+        (folder / name).mkdir(parents=True)
+        with watched(name):
+            snapshot = learner.snapshot(folder / name)
+            assert snapshot is not None
+            snapshot.write()
     with watched("save"):
         learner.save(folder)
     with watched("load"):
