@@ -27,6 +27,7 @@ from headwater.config.load import load_config
 from headwater.core.parcels import Parcel, SendOrder
 from headwater.core.protocols import Learner
 from headwater.learner import learner as learner_module
+from headwater.learner import sharded_checkpoint
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
@@ -135,6 +136,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     # Otherwise the whole model would be one bucket.
     learner_module.in_buckets = partial(in_buckets, max_bytes=BUCKET_BYTES)  # type: ignore[assignment]
+    sharded_checkpoint.MAPPED_BYTES = BUCKET_BYTES
     with closing(join()) as group:
         if group.rank:
             group.serve()
