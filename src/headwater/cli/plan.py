@@ -263,7 +263,8 @@ def _recommend(say: Callable[[str], None], plan: Plan, config: Config) -> None:
         say(f"Best: each of the {split.num_learner_gpus} GPUs trains and generates in turn")
     else:
         each = f" of {split.num_server_gpus} GPUs each" if split.num_server_gpus > 1 else ""
-        say(f"Best: {split.num_learner_gpus} GPUs for the learner and {split.num_servers} servers{each}")
+        servers = f"{_count(split.num_servers, 'server')}{each}"
+        say(f"Best: {_count(split.num_learner_gpus, 'GPU')} for the learner and {servers}")
     say(f"      {' '.join(settings_of(best, config))}")
     predicted = best.prediction
     say(f"      {predicted.tokens_per_s:,.0f} tokens/s, {predicted.step_s:,.2f} s per step")
@@ -273,6 +274,10 @@ def _recommend(say: Callable[[str], None], plan: Plan, config: Config) -> None:
             f"      rollout.max_staleness={older.max_staleness} would give {older.rate:,.0f} tokens/s; "
             "older samples slow down learning (docs/async.md)"
         )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def settings_of(row: Row, config: Config) -> list[str]:
