@@ -71,6 +71,5 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     telling = ("start", "publish", "broadcast", "snapshot_again", "save", "load")
     assert all(whole > most[name] + SLACK for name in telling)  # or they prove nothing
     shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
-    print(shown, whole / MIB)
     for name, limit in most.items():
         assert max(peaks[name]) <= limit + SLACK, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"
