@@ -18,7 +18,7 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.planner.hardware import GPUS, PUBLISH_RATE, SHAPES, Training
+from headwater.planner.hardware import GPUS, SHAPES, Training
 from headwater.planner.plan import Roofline, Split, predict
 from headwater.planner.workload import Lengths, Workload
 
@@ -41,7 +41,7 @@ def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
     )
     model = Roofline(
         SHAPES["qwen2.5-7b"], GPUS["h200"], Training(is_checkpointed=True), context=mean_tokens / 2,
-        publish_rate=PUBLISH_RATE,
+        weight_transfer="shared_memory",
     )  # fmt: skip
     row = predict(workload, model, split, MAX_STALENESS, max_episodes=MAX_EPISODES)
     assert row.prediction is not None, row.problem

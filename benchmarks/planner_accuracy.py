@@ -88,7 +88,8 @@ def of_whole_steps() -> list[dict[str, Any]]:
     workload = Workload(
         num_prompts=32, num_samples=8, prompt_tokens=120, lengths=Lengths(np.full((1, 8), 512), "fixed")
     )
-    costs = roofline_costs(SHAPES["qwen2.5-1.5b"], H200, Training(), num_learner_gpus=1, context=380, is_colocated=True)
+    shape = SHAPES["qwen2.5-1.5b"]
+    costs = roofline_costs(shape, H200, Training(), num_learner_gpus=1, context=380, weight_transfer="")
     predicted = simulate(workload, costs, 1, num_steps=3)
     parts = (("step", predicted.step_s, "step_s"), ("train", predicted.train_s, "train_s"),
              ("generate", predicted.wait_s, "generate_s"), ("publish", predicted.publish_s, "publish_s"))  # fmt: skip

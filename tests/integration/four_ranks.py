@@ -27,6 +27,7 @@ from headwater.config.load import load_config
 from headwater.core.parcels import Parcel, SendOrder
 from headwater.core.protocols import Learner
 from headwater.learner import learner as learner_module
+from headwater.learner import sharded_checkpoint
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
@@ -119,6 +120,12 @@ def run(learner: Learner, folder: Path, watched) -> None:
         sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in learner.export()]
     assert max(sizes) <= BUCKET_BYTES, sizes
     broadcast(learner, folder.name, watched)
+    for name in ("snapshot", "snapshot_again"):
+        (folder / name).mkdir(parents=True)
+        with watched(name):
+            snapshot = learner.snapshot(folder / name)
+            assert snapshot is not None
+            snapshot.write()
     with watched("save"):
         learner.save(folder)
     with watched("load"):
@@ -129,6 +136,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     # Otherwise the whole model would be one bucket.
     learner_module.in_buckets = partial(in_buckets, max_bytes=BUCKET_BYTES)  # type: ignore[assignment]
+    sharded_checkpoint.MAPPED_BYTES = BUCKET_BYTES
     with closing(join()) as group:
         if group.rank:
             group.serve()

@@ -1,5 +1,7 @@
 """No rank ever holds a whole model: the memory of four ranks while they load, train, publish, save and resume.
 
+Runs save in the background (``snapshot``), and with ``save`` if there is too little memory for a copy.
+
 ``publish`` gathers every tensor for an engine in the process of the first rank, and ``broadcast`` sends every rank's
 parts to an engine elsewhere.
 """
@@ -45,6 +47,12 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     peaks = json.loads((tmp_path / "results.json").read_text())
+    saved, *snapshots = (
+        [path.read_bytes() for path in sorted((tmp_path / "of_model" / name / "model").glob("*.safetensors"))]
+        for name in (".", "snapshot", "snapshot_again")
+    )
+    assert saved
+    assert snapshots == [saved, saved]
     shard = whole / four_ranks.NUM_RANKS
     assert max(peaks["held"]) <= shard + MIB
     bucket = four_ranks.BUCKET_BYTES
@@ -53,10 +61,14 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
         "update": 3 * shard + 3 * layer,  # gradients and AdamW's averages; layers that are gathered, with gradients
         "publish": 2 * bucket,
         "broadcast": 2 * bucket,  # two buffers with this rank's parts, and one tensor that is not split
+        # In the background, as runs save: a copy of the shard and of AdamW's averages. Then the first rank puts the
+        # model together: pages of the files that it reads, the last tensor of them, and its whole.
+        "snapshot": 3 * shard + 3 * bucket,
+        "snapshot_again": 3 * bucket,  # the memory of the copy before is used again
         "save": 2 * bucket,  # one gathered tensor at a time, and nothing of the shards is copied
         "load": 3 * shard,  # pages of the files: weights and AdamW's averages
     }
-    telling = ("start", "publish", "broadcast", "save", "load")
+    telling = ("start", "publish", "broadcast", "snapshot_again", "save", "load")
     assert all(whole > most[name] + SLACK for name in telling)  # or they prove nothing
     shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
     for name, limit in most.items():

@@ -88,11 +88,18 @@ class Ranks:
             "-c", FORKING, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
 
-    def __call__(self, *arguments: object, place: int = 0, delay_s: float = 0.0, victim: str = "both") -> list[int]:
+    def __call__(
+        self,
+        *arguments: object,
+        place: int = 0,
+        delay_s: float = 0.0,
+        victim: str = "both",
+        command: str = "train",
+    ) -> list[int]:
         """The exit statuses. The victim is killed ``delay_s`` after stage number ``place`` of the run, if not 0."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
-        self._server.stdin.write("\t".join([str(place), str(delay_s), victim, "train", *map(str, arguments)]) + "\n")
+        self._server.stdin.write("\t".join([str(place), str(delay_s), victim, command, *map(str, arguments)]) + "\n")
         self._server.stdin.flush()
         return [int(each) for each in self._server.stdout.readline().split()]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import CUT_DOWN, ROOT, Result, after_step, metrics, send, train_here
+from test_ranks_resume import Ranks
 
 from headwater.cli.main import main
 from headwater.cli.process import EXIT_INTERRUPTED
@@ -156,7 +157,36 @@ def test_what_cannot_be_repeated_is_refused(replay, recorded, settings, reason):
     assert reason in result.stderr
 
 
-def test_a_run_of_several_ranks_is_refused(replay, recorded):
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_a_run_of_two_ranks_is_replayed_on_two_ranks(replay, tmp_path):
+    """An asynchronous run in which updates arrive in the middle of responses, interrupted and resumed."""
+    run, ranks = tmp_path / "ranks", Ranks(tmp_path / "log")
+    try:
+        settings = [*SETTINGS, "trainer.total_steps=3", "engine.deterministic=true", "trainer.checkpoint_every_steps=1"]
+        assert ranks(*settings, f"run.root={tmp_path}", "run.name=ranks") == [0, 0], ranks.log.read_text()[-3000:]
+        assert ranks("--resume", run, "trainer.total_steps=5") == [0, 0], ranks.log.read_text()[-3000:]
+        assert json.loads((run / "status.json").read_text())["learner"]["num_ranks"] == 2
+        assert any(len(made) > 1 for made in parts(run)), "no update came in the middle of a response"
+        assert ranks(run, command="replay") == [0, 0], ranks.log.read_text()[-3000:]
+        assert "The weights of all 5 steps equal the recorded ones, bit for bit" in ranks.log.read_text()
+        found, again = (
+            [each["weights"] for each in RunDirectory.open(each).read_ledger() if each["kind"] == "step"]
+            for each in (run, run.with_name("ranks-replay"))
+        )
+        assert found == again
+        assert len(set(found)) == 5
+        change_ledger(run, lambda records: records[2].update(weights="float32-0"))
+        assert ranks(run, command="replay") == [2, 0], ranks.log.read_text()[-3000:]
+        assert "the weights after step 3 differ from the recorded run" in ranks.log.read_text()
+    finally:
+        ranks.close()
+    refused = replay(run)
+    assert refused.code == 2
+    assert "torchrun --standalone --nproc-per-node 2 -m headwater replay" in refused.stderr
+
+
+def test_another_number_of_ranks_is_refused_with_the_command_to_use(replay, recorded, monkeypatch):
     run = copy_of(recorded, "ranks")
     status = json.loads((run / "status.json").read_text())
     assert status["learner"]["num_ranks"] == 1
@@ -164,11 +194,19 @@ def test_a_run_of_several_ranks_is_refused(replay, recorded):
     first, rest = resumed_on_one.read_text().split("\n", 1)
     shares = {"ranks/tokens_min": 10.0, "ranks/tokens_max": 12.0}
     resumed_on_one.write_text(json.dumps({**json.loads(first), **shares}) + "\n" + rest)
-    assert "several learner ranks in some of its steps" in replay(run).stderr
+    assert "was resumed with another number of learner ranks" in replay(run).stderr
     (run / "status.json").write_text(json.dumps({**status, "learner": {**status["learner"], "num_ranks": 2}}))
+    assert "was resumed with another number of learner ranks" in replay(run).stderr
+    rows = [json.loads(line) | shares for line in resumed_on_one.read_text().splitlines()]
+    resumed_on_one.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = replay(run)
     assert result.code == 2
-    assert "was trained by 2 learner ranks, and a replay trains in one process" in result.stderr
+    assert "was trained by 2 learner ranks, and the results of 1 learner rank differ" in result.stderr
+    assert f"torchrun --standalone --nproc-per-node 2 -m headwater replay {run}" in result.stderr
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = replay(recorded)
+    assert result.code == 2
+    assert f"use: headwater replay {recorded}" in result.stderr
 
 
 def test_a_run_without_a_ledger_is_named(replay, recorded):

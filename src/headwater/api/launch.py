@@ -333,8 +333,15 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     from headwater.models.device import with_dtype
 
     local = _Site(with_dtype(config), "cuda" if torch.cuda.is_available() else "cpu")
+    with launched_learner(config) as make_learner:
+        yield replace(local, make_learner=make_learner)
+
+
+@contextmanager
+def launched_learner(config: Config) -> Iterator[LearnerBuilder | None]:
+    """What builds the learner over the ranks of torchrun, which end with this block; None in a single process."""
     if num_launched() == 1 and config.learner.context_parallel == 1:
-        yield local
+        yield None
         return
     from headwater.cluster.torchrun import check_ranks, join
     from headwater.learner.build import build_learner
@@ -344,7 +351,7 @@ def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with closing(join()) as group, rank_failures_named(lambda: group.failure, is_last=True):
         timeout_s = config.learner.rank_timeout_s
-        yield replace(local, make_learner=lambda spec: group.build(build_learner, spec, timeout_s=timeout_s))
+        yield lambda spec: group.build(build_learner, spec, timeout_s=timeout_s)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     # The tokenizers library prints warnings after a fork, which would garble progress bars.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        if num_launched() > 1 and name != "train":
+        if num_launched() > 1 and name not in ("train", "replay"):
             raise HeadwaterError(
                 f"WORLD_SIZE = {num_launched()}: {name} runs in one process; start it without torchrun"
             )

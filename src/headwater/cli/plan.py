@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             staleness=staleness,
             progress=lambda split, at: status.update(f"simulating {split}, max_staleness {at}"),
         )
-    _print(console, plan, workload, recipes[0])
+    _print(console, plan, workload, recipes[0], config)
     if args.json is not None:
         args.json.write_text(json.dumps(plan.to_json(), indent=1) + "\n", encoding="utf-8")
         console.print(f"Predictions  {args.json}", markup=False, highlight=False, soft_wrap=True)
@@ -134,6 +134,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths | None]:
     """What everything costs, and the response lengths if they were measured."""
+    from headwater.config.server_checks import backend_traits
     from headwater.core.registry import nearest
     from headwater.planner.costs import Costs
     from headwater.planner.hardware import GPUS, Training, shape_of
@@ -170,6 +171,8 @@ def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths
             context=(config.data.max_prompt_tokens + mean) / 2,
             backend=config.rollout.backend,
             max_sequences=config.engine.max_sequences,
+            traits=backend_traits(config),
+            weight_transfer=config.rollout.weight_transfer,
         ),
         lengths,
     )
@@ -200,7 +203,7 @@ def _workload(args: argparse.Namespace, config: Config, lengths: Lengths | None)
     )
 
 
-def _print(console: Console, plan: Plan, workload: Workload, recipe: str) -> None:
+def _print(console: Console, plan: Plan, workload: Workload, recipe: str, config: Config) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -211,7 +214,7 @@ def _print(console: Console, plan: Plan, workload: Workload, recipe: str) -> Non
     if plan.by_staleness:
         console.print(_table(f"rollout.max_staleness with {plan.by_staleness[0].split}", plan.by_staleness))
         _bars(say, plan.by_staleness)
-    _recommend(say, plan)
+    _recommend(say, plan, config)
     for note in plan.notes:
         say(f"Note: {note}.")
 
@@ -250,18 +253,19 @@ def _bars(say: Callable[[str], None], rows: Sequence[Row]) -> None:
         say(f"  staleness {row.max_staleness:>3}  {bar:<{_WIDTH}} {row.rate:>12,.0f} tokens/s")
 
 
-def _recommend(say: Callable[[str], None], plan: Plan) -> None:
+def _recommend(say: Callable[[str], None], plan: Plan, config: Config) -> None:
     best, split = plan.best, plan.best.split
     if best.prediction is None:
         return
-    if split.is_colocated:
-        say(f"Best: rollout.placement=colocated on all {split.num_learner_gpus} GPUs, rollout.max_staleness=0")
+    if split.is_in_process:
+        say("Best: the GPU trains and generates in turn")
+    elif split.is_colocated:
+        say(f"Best: each of the {split.num_learner_gpus} GPUs trains and generates in turn")
     else:
         each = f" of {split.num_server_gpus} GPUs each" if split.num_server_gpus > 1 else ""
-        say(
-            f"Best: {split.num_learner_gpus} GPUs for the learner and {split.num_servers} servers{each}, "
-            f"rollout.max_staleness={best.max_staleness}"
-        )
+        servers = f"{_count(split.num_servers, 'server')}{each}"
+        say(f"Best: {_count(split.num_learner_gpus, 'GPU')} for the learner and {servers}")
+    say(f"      {' '.join(settings_of(best, config))}")
     predicted = best.prediction
     say(f"      {predicted.tokens_per_s:,.0f} tokens/s, {predicted.step_s:,.2f} s per step")
     say(f"      controller: {predicted.events_per_s:,.0f} events/s, its event loop is {best.controller_load:.1%} busy")
@@ -270,6 +274,29 @@ def _recommend(say: Callable[[str], None], plan: Plan) -> None:
             f"      rollout.max_staleness={older.max_staleness} would give {older.rate:,.0f} tokens/s; "
             "older samples slow down learning (docs/async.md)"
         )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def settings_of(row: Row, config: Config) -> list[str]:
+    """What to give ``headwater train`` so that the GPUs are divided as in ``row``."""
+    from headwater.config.server_checks import backend_traits
+    from headwater.planner.hardware import GPUS_PER_MACHINE
+
+    split, found = row.split, []
+    if split.num_learner_gpus > 1 or split.num_gpus > GPUS_PER_MACHINE:
+        # torchrun starts ranks too, but generates only in the process of rank 0, and only on one machine.
+        found += ["cluster=ray", f"cluster.learner.num_ranks={split.num_learner_gpus}"]
+    if split.is_colocated:
+        found.append("rollout.placement=colocated")
+    else:
+        found += ["rollout.placement=disaggregated", f"rollout.launch.num_servers={split.num_servers}"]
+    if split.num_server_gpus > 1:
+        found += [] if backend_traits(config).is_foreign else ["rollout.backend=vllm"]
+        found.append(f"rollout.launch.tensor_parallel={split.num_server_gpus}")
+    return [*found, f"rollout.max_staleness={row.max_staleness}"]
 
 
 def _draw(path: Path, rows: Sequence[Row]) -> None:

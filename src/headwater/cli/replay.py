@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headwater.api import launch
 from headwater.cli.process import EXIT_INTERRUPTED
+from headwater.cluster import num_launched
 from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
@@ -18,8 +21,8 @@ if TYPE_CHECKING:
 HELP = (
     "Repeat a recorded run. The groups of each step and the policy version of each token are read from ledger.jsonl. "
     "Tokens and updates are computed again, and the weights of every step must equal the recorded ones bit for bit. "
-    "The run must have been made with engine.deterministic=true and one learner rank. The replay gets a separate run "
-    "directory."
+    "The run must have been made with engine.deterministic=true. A run with several learner ranks is replayed with "
+    "torchrun, on as many. The replay gets a separate run directory."
 )
 
 
@@ -29,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if launch.is_helper():
+        launch.serve_rank()
+        return 0
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
     from headwater.rollout.replay import RecordedSchedule
@@ -61,19 +67,31 @@ def _check(config: Config, schedule: RecordedSchedule, path: Path) -> None:
 
 
 def _check_ranks(recorded: RunDirectory) -> None:
-    """Several ranks add gradients in another order than the one rank of a replay, so every weight may differ."""
+    """Another number of ranks adds gradients in another order, so every weight may differ."""
     from headwater.observe.status_file import read_status
 
     status = read_status(recorded.status_file)
     num_ranks = status.num_ranks if status else 1
-    shares = ((row.get("ranks/tokens_min"), row.get("ranks/tokens_max")) for row in recorded.read_metrics())
-    if num_ranks > 1 or any(least != most for least, most in shares):
-        count = f"{num_ranks} learner ranks" if num_ranks > 1 else "several learner ranks in some of its steps"
+    rows = [row for row in recorded.read_metrics() if row["kind"] == "train"]
+    if num_ranks == 1:
+        is_mixed = any(row.get("ranks/tokens_min") != row.get("ranks/tokens_max") for row in rows)
+    else:
+        is_mixed = any("ranks/tokens_min" not in row for row in rows)
+    if is_mixed:
         raise RunError(
-            f"{recorded.path}: was trained by {count}, and a replay trains in one process, whose results differ from "
-            "theirs by rounding; record a run with one rank, or compare two runs with run.deterministic=true on the "
-            "same number of ranks"
+            f"{recorded.path}: was resumed with another number of learner ranks, and a replay has the same number in "
+            "all steps; record a run that keeps its number of ranks"
         )
+    if num_ranks != num_launched():
+        command = "" if num_ranks == 1 else f"torchrun --standalone --nproc-per-node {num_ranks} -m "
+        raise RunError(
+            f"{recorded.path}: was trained by {_ranks(num_ranks)}, and the results of {_ranks(num_launched())} differ "
+            f"from theirs by rounding; use: {command}headwater replay {recorded.path}"
+        )
+
+
+def _ranks(count: int) -> str:
+    return "1 learner rank" if count == 1 else f"{count} learner ranks"
 
 
 def _check_same(configs: list[Config], path: Path) -> None:
@@ -134,19 +152,23 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
         torch.set_num_threads(config.trainer.num_threads)
     config = with_dtype(config)
     display = Display()
-    rollout = build_rollout(config, config.model.path, schedule)
-    try:
+    with (
+        launch.launched_learner(config) as make_learner,
+        closing(build_rollout(config, config.model.path, schedule)) as rollout,
+    ):
         spec = LearnerSpec(config, config.model.path, config.model.path)
         training = build_training(
-            spec, rollout.tokenizer, check_prompts=rollout.check_prompts, tools=rollout.tools_of_row
+            spec,
+            rollout.tokenizer,
+            make_learner,
+            check_prompts=rollout.check_prompts,
+            tools=rollout.tools_of_row,
         )
         directory = RunDirectory.create(Path(config.run.root), config.run.name)
         directory.write_config(to_yaml(with_absolute_paths(config)))
         display.say(f"Replaying {len(schedule.steps)} steps of {path} in {directory.path}")
         with RunLock(directory.lock_file), directory.removed_if_unused():
             finished = Trainer(config, rollout, training, directory, display, last_step=len(schedule.steps)).fit()
-    finally:
-        rollout.close()
     if not finished:
         display.say("Interrupted. The next replay starts from the beginning.")
         return EXIT_INTERRUPTED

@@ -33,6 +33,9 @@ FOLDER = "train"
 _INDEX = "index.json"
 _FORMAT = "headwater-shards-1"
 _NUM_SHOWN = 3
+MAPPED_BYTES = 256 * 2**20
+"""How much of the files is read before they are opened again. Files are mapped, and what was read of them counts as
+memory of the process until they are closed."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +133,25 @@ def gather_pieces(pieces: Mapping[str, Piece], ranks: Ranks) -> dict[str, list[P
 
 
 def read_tensors(places: Mapping[str, tuple[Path, str, list[Piece], tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
-    """Put tensors together from the files of several ranks, one at a time.
+    """Put tensors together from the files of several ranks, one at a time. No more than that is in memory.
 
     ``places`` has, for each name, the folder, the tensor's name in the files, its pieces and its shape.
     """
     with ExitStack() as stack:
         files: dict[Path, Any] = {}
+        num_read = 0
         for name, (folder, stored, pieces, shape) in places.items():
+            if num_read >= MAPPED_BYTES:
+                stack.close()
+                files.clear()
+                num_read = 0
             for piece in pieces:
                 if folder / piece.file not in files:
                     files[folder / piece.file] = stack.enter_context(_opened(folder / piece.file))
             there = {piece.file: files[folder / piece.file] for piece in pieces}
             whole = torch.empty(shape, dtype=there[pieces[0].file].get_tensor(stored).dtype)
             _fill_from(whole, stored, pieces, there)
+            num_read += whole.nbytes
             yield name, whole
 
 

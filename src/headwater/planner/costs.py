@@ -50,9 +50,10 @@ class LearnerCosts:
     experience_per_token_s: float = 0.0
     """Computing log-probs and values before the update, per token."""
     publish_s: float = 0.0
-    """Sending a version to the servers. They generate meanwhile."""
+    """Sending a version to the engines, from the first byte until they generate with it."""
     pause_s: float = 0.0
-    """How long a server stops while it changes to the new weights."""
+    """The last part of ``publish_s``, in which the engines generate nothing. Before it they generate with the old
+    weights."""
     step_s: float = 0.0
     """The rest of a step: advantages, records, calls."""
     step_per_token_s: float = 0.0

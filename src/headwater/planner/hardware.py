@@ -161,17 +161,37 @@ _SEQUENCE_S = 0.9e-6
 """Per sequence in a step, from the same files."""
 _VLLM_STEP_S, _VLLM_SEQUENCE_S = 1.3e-3, 37e-6
 """As the two above, for vLLM 0.23, from the same files. It was limited by its host's processor."""
-_PUBLISH_S, PUBLISH_RATE = 0.05, 6.5e9
-"""gpu_steps_before_after.json, disaggregated: 3.1 GB through shared memory in 0.5 s. Only within one machine."""
-PUBLISH_RATE_MACHINES = 2.0e9
-"""gpu_weight_transfer_0.5b.json, ``collective`` over gloo to one server, both on one machine. To two servers on the
-learner's own GPU it was 0.46 GB/s. NCCL and a network between machines were not measured."""
-_PUBLISH_RATE_COLOCATED = 15e9
-"""gpu_steps_before_after.json, colocated: 0.2 to 0.3 s."""
+_PUBLISH_S = 0.05
+"""What a publish takes besides sending: gpu_steps_before_after.json."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One way for weights to reach the engines."""
+
+    rate: float
+    """Bytes per second, to all engines together."""
+    pause_share: float
+    """The share of a publish in which the engines generate nothing."""
+    source: str
+
+
+TRANSFERS = {
+    "shared_memory": Transfer(6.5e9, 109 / 129, "as measured through shared memory within one machine"),
+    "cuda_ipc": Transfer(10.3e9, 69 / 96, "as measured with cuda_ipc on one GPU"),
+    "file": Transfer(0.86e9, 152 / 1148, "as measured through a file on one machine; network file systems were not "
+                     "measured"),
+    "collective": Transfer(2.0e9, 440 / 484, "as measured over gloo between two processes of one machine; networks and "
+                           "NCCL were not measured"),
+}  # fmt: skip
+"""By ``rollout.weight_transfer``. The shares are milliseconds of the pause / of the update in
+gpu_weight_transfer_0.5b.json, to one server on the learner's own GPU; the rates are from there too, except that of
+shared_memory: gpu_steps_before_after.json, disaggregated, 3.1 GB in 0.5 s. To two servers, collective had 0.46 GB/s."""
+_MEMORY_RATE, _MEMORY_PAUSE_S = 15e9, 0.006
+"""An engine in the learner's process: gpu_steps_before_after.json, colocated, 0.2 to 0.3 s, and
+gpu_weight_swap_publish_256.json."""
 GPUS_PER_MACHINE = 8
 """With more than these, weights are sent to other machines."""
-_PAUSE_S = 0.006
-"""gpu_weight_swap_publish_256.json."""
 _STEP_S, _STEP_TOKEN_S = 0.2, 0.8e-6
 """gpu_steps_before_after.json: what is left of a step of 256 episodes; batch_assembly.json: 1.7 s for 256 x 8,192
 tokens. The second is the work of one thread, whatever the number of GPUs."""
@@ -258,20 +278,20 @@ def roofline_costs(
     num_server_gpus: int = 1,
     context: float,
     backend: str = "embedded",
-    is_colocated: bool = False,
     max_sequences: int = 0,
-    publish_rate: float = PUBLISH_RATE,
+    weight_transfer: str = "shared_memory",
 ) -> Costs:
     """``num_server_gpus`` are those of one server. ``context`` is the mean number of tokens that a token attends to.
 
-    ``publish_rate`` is in bytes per second; a colocated learner has its own.
+    ``weight_transfer`` is one of ``TRANSFERS``, or empty for an engine in the learner's process.
     """
     server = num_server_gpus * (1.0 if num_server_gpus == 1 else TENSOR_EFFICIENCY)
     learner = num_learner_gpus * (1.0 if num_learner_gpus == 1 else RANKS_EFFICIENCY)
     is_vllm = backend in ("vllm", "sglang")
     weights = 2.0 * shape.num_parameters
     flops_s = 1 / (gpu.flops * learner)
-    rate = _PUBLISH_RATE_COLOCATED if is_colocated else publish_rate
+    transfer = TRANSFERS[weight_transfer] if weight_transfer else None
+    publish_s = _PUBLISH_S + weights / (transfer.rate if transfer else _MEMORY_RATE)
     free = _CACHE_SHARE * (gpu.memory_bytes * num_server_gpus - weights)
     return Costs(
         generation=GenerationCosts(
@@ -287,18 +307,18 @@ def roofline_costs(
         learner=LearnerCosts(
             train_per_token_s=training.train_flops(shape, context) / TRAIN_EFFICIENCY * flops_s,
             experience_per_token_s=training.experience_flops(shape, context) / FORWARD_EFFICIENCY * flops_s,
-            publish_s=_PUBLISH_S + weights / rate,
-            pause_s=_PAUSE_S,
+            publish_s=publish_s,
+            pause_s=transfer.pause_share * publish_s if transfer else _MEMORY_PAUSE_S,
             step_s=_STEP_S,
             step_per_token_s=_STEP_TOKEN_S,
         ),
         source=f"{shape.name} on {gpu.name}: rates of the GPU and what Headwater reached of them on an H200",
-        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_vllm, rate),
+        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_vllm, transfer),
     )
 
 
 def _notes(
-    gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_vllm: bool, publish_rate: float
+    gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_vllm: bool, transfer: Transfer | None
 ) -> tuple[str, ...]:
     notes = []
     if not gpu.is_measured:
@@ -312,10 +332,13 @@ def _notes(
         )
     if is_vllm:
         notes.append("vLLM and SGLang: as vLLM 0.23 on a host whose processor was its limit")
-    how = {
-        PUBLISH_RATE: ", as measured through shared memory within one machine",
-        PUBLISH_RATE_MACHINES: ", as measured over gloo between two processes of one machine; networks and NCCL were "
-        "not measured",
-    }
-    notes.append(f"weights are assumed to reach all servers at {publish_rate / 1e9:g} GB/s{how.get(publish_rate, '')}")
+    if transfer is None:
+        notes.append(
+            f"weights are assumed to reach the engine at {_MEMORY_RATE / 1e9:g} GB/s, as measured in one process"
+        )
+    else:
+        notes.append(
+            f"weights are assumed to reach all servers at {transfer.rate / 1e9:g} GB/s, {transfer.source}; the servers "
+            f"pause for {transfer.pause_share:.0%} of that time, as measured with one server on the learner's GPU"
+        )
     return tuple(notes)

@@ -55,6 +55,7 @@ def costs_of_run(folder: Path, config: Config) -> tuple[Costs, Lengths]:
             train_per_token_s=max(median("time/train_s") / num_tokens, 1e-12),
             experience_per_token_s=median("time/experience_s") / num_tokens,
             publish_s=median("time/publish_s"),
+            pause_s=min(median("time/weights_pause_s"), median("time/publish_s")),
             step_s=median("time/record_s") + median("time/other_s"),
         ),
         source=f"measured: {len(records)} steps of {folder}",

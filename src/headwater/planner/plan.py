@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
+from headwater.config.traits import BackendTraits
 from headwater.core.errors import HeadwaterError
 from headwater.planner.costs import Costs
 from headwater.planner.hardware import (
     GIB,
     GPUS_PER_MACHINE,
-    PUBLISH_RATE,
-    PUBLISH_RATE_MACHINES,
     RANKS_EFFICIENCY,
     Gpu,
     ModelShape,
@@ -43,7 +42,16 @@ class Split:
     num_server_gpus: int = 1
     """GPUs of one server."""
     is_colocated: bool = False
-    """All GPUs train and generate in turn."""
+    """All GPUs train and generate in turn: one learner rank and one server on each."""
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_learner_gpus + (0 if self.is_colocated else self.num_servers * self.num_server_gpus)
+
+    @property
+    def is_in_process(self) -> bool:
+        """On one GPU the learner's process can generate itself. On several, each rank has a server beside it."""
+        return self.is_colocated and self.num_learner_gpus == 1
 
     def __str__(self) -> str:
         if self.is_colocated:
@@ -76,15 +84,26 @@ class Roofline:
     """The mean number of tokens that a token attends to."""
     backend: str = "embedded"
     max_sequences: int = 0
-    publish_rate: float = 0.0
-    """Bytes per second to servers. 0: as measured, within one machine or over ``collective``."""
+    traits: BackendTraits = field(default_factory=BackendTraits)
+    """Of ``backend``."""
+    weight_transfer: str = "auto"
+    """As ``rollout.weight_transfer``; ``auto`` chooses as a run does."""
 
     @property
     def num_server_gpus(self) -> int:
         return gpus_per_server(self.shape, self.gpu)
 
+    def transfer(self, split: Split) -> str:
+        """How weights reach the servers of a split; empty if the engine is in the learner's process."""
+        if split.is_in_process and not self.traits.is_foreign:
+            return ""
+        if self.weight_transfer != "auto":
+            return self.weight_transfer
+        if split.num_gpus <= GPUS_PER_MACHINE:
+            return self.traits.transfers[0]
+        return "collective" if "collective" in self.traits.transfers else "file"
+
     def costs(self, split: Split) -> Costs:
-        is_one = split.num_learner_gpus + split.num_servers * split.num_server_gpus <= GPUS_PER_MACHINE
         return roofline_costs(
             self.shape,
             self.gpu,
@@ -93,15 +112,16 @@ class Roofline:
             num_server_gpus=split.num_server_gpus,
             context=self.context,
             backend=self.backend,
-            is_colocated=split.is_colocated,
             max_sequences=self.max_sequences,
-            publish_rate=self.publish_rate or (PUBLISH_RATE if is_one else PUBLISH_RATE_MACHINES),
+            weight_transfer=self.transfer(split),
         )
 
     def problem(self, split: Split) -> str:
         needed = self.training.learner_bytes(self.shape, split.num_learner_gpus)
         if split.is_colocated:
-            needed += 2.0 * self.shape.num_parameters / split.num_server_gpus
+            if split.num_server_gpus > 1:
+                return f"a server beside a learner rank has one GPU, and the model needs {split.num_server_gpus}"
+            needed += 2.0 * self.shape.num_parameters
         if needed <= self.gpu.memory_bytes:
             return ""
         return f"needs {needed / GIB:,.0f} GiB per learner GPU, which has {self.gpu.memory_bytes / GIB:.0f}"

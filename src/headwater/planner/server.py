@@ -108,7 +108,7 @@ class SimulatedServer:
         for _, _, sequence in self._running:
             sequence.runs.append((version, self._step))
         again = self._context * self._costs.prefill_per_token_s if recomputes else 0.0
-        self._delay(pause_s + again)
+        self._delay(pause_s + again, is_busy=bool(self._running))
         self._plan()
 
     def _counted(self, sequence: _Sequence) -> list[tuple[int, int]]:
@@ -144,9 +144,9 @@ class SimulatedServer:
             self.busy_s += elapsed
         self._now = now
 
-    def _delay(self, seconds: float) -> None:
+    def _delay(self, seconds: float, *, is_busy: bool = True) -> None:
         self._now = max(self._now, self._loop.time()) + seconds
-        self.busy_s += seconds
+        self.busy_s += seconds if is_busy else 0.0
 
     def _admit(self) -> None:
         """Begin waiting sequences while the cache has room, first come, first served."""

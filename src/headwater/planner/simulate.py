@@ -157,7 +157,7 @@ class _Run:
 
     def _publish(self) -> None:
         learner, mode = self.costs.learner, self.workload.update_mode
-        self.tasks.sleep(learner.publish_s)
+        self.tasks.sleep(max(0.0, learner.publish_s - learner.pause_s))
         if mode == "drain":
             self.tasks.wait(
                 None,

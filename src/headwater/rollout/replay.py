@@ -146,7 +146,8 @@ class ReplayedRollouts:
         if (found := weights()) != recorded.weights:
             raise RunError(
                 f"replay: the weights after step {step} differ from the recorded run ({found} instead of "
-                f"{recorded.weights}); the code, the libraries, the machine or the number of threads differ"
+                f"{recorded.weights}); the code, the libraries, the machine, the number of threads or the number "
+                "of learner ranks differ"
             )
         for group in recorded.groups:
             flight, _ = self._running.pop(group.id)

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from headwater.cli.main import main
+from headwater.cli.plan import settings_of
+from headwater.cluster.resources import num_servers
+from headwater.config.load import load_config
 from headwater.config.schema import Config
+from headwater.config.traits import BackendTraits
 from headwater.core.errors import HeadwaterError
 from headwater.planner import plan as plan_module
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
-from headwater.planner.hardware import GIB, GPUS, SHAPES, Training, gpus_per_server, roofline_costs, shape_of
-from headwater.planner.plan import Measured, Roofline, Split, make_plan, splits
+from headwater.planner.hardware import (
+    GIB,
+    GPUS,
+    SHAPES,
+    TRANSFERS,
+    Training,
+    gpus_per_server,
+    roofline_costs,
+    shape_of,
+)
+from headwater.planner.plan import Measured, Roofline, Row, Split, make_plan, splits
 from headwater.planner.workload import Lengths, Workload
 
 H200 = GPUS["h200"]
+ROOT = Path(__file__).parents[3]
 
 
 def test_shapes_have_the_published_numbers_of_parameters():
@@ -96,11 +111,62 @@ def test_the_slower_side_gets_more_gpus():
 
 def test_weights_for_other_machines_are_published_at_the_rate_of_collective():
     model = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100)
-    here, there = (model.costs(Split(4, count)) for count in (4, 5))
-    assert here.learner.publish_s == pytest.approx(2.4, rel=0.02)
-    assert there.learner.publish_s == pytest.approx(7.7, rel=0.02)
-    assert "6.5 GB/s, as measured through shared memory" in here.notes[-1]
-    assert "2 GB/s, as measured over gloo" in there.notes[-1]
+    for here, there in (
+        (Split(4, 4), Split(4, 5)),
+        (Split(8, 8, is_colocated=True), Split(9, 9, is_colocated=True)),
+    ):
+        near, far = model.costs(here), model.costs(there)
+        assert near.learner.publish_s == pytest.approx(2.4, rel=0.02)
+        assert far.learner.publish_s == pytest.approx(7.7, rel=0.02)
+        assert "6.5 GB/s, as measured through shared memory" in near.notes[-1]
+        assert "2 GB/s, as measured over gloo" in far.notes[-1]
+
+
+def test_servers_pause_for_the_measured_share_of_a_publish():
+    """The table of the planner against the record from which it is."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "gpu_weight_transfer_0.5b.json").read_text())
+    measured = record["shapes"]["qwen2.5-0.5b"]["transports"]
+    for name, transfer in TRANSFERS.items():
+        row = measured[f"{name} to 1"]
+        assert transfer.pause_share == pytest.approx(row["pause_s"] / row["seconds"], rel=0.01), name
+        if name != "shared_memory":  # from another record
+            assert transfer.rate / 1e9 == pytest.approx(row["gb_per_s"], rel=0.03), name
+        model = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100, weight_transfer=name)
+        learner = model.costs(Split(1, 1)).learner
+        assert learner.pause_s / learner.publish_s == pytest.approx(transfer.pause_share)
+    in_process = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100).costs(Split(1, 1, is_colocated=True))
+    assert in_process.learner.pause_s == 0.006
+
+
+def test_servers_of_vllm_get_weights_from_files():
+    traits = BackendTraits(is_foreign=True, transfers=("file",))
+    model = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100, backend="vllm", traits=traits)
+    assert {model.transfer(Split(1, count)) for count in (1, 100)} == {"file"}
+    assert model.transfer(Split(1, 1, is_colocated=True)) == "file"
+
+
+def test_the_recommended_settings_are_accepted_and_use_all_gpus():
+    for backend, split in (
+        ("embedded", Split(1, 1, is_colocated=True)),
+        ("embedded", Split(4, 4, is_colocated=True)),
+        ("embedded", Split(1, 3)),
+        ("embedded", Split(4, 12)),
+        ("embedded", Split(4, 2, 2)),
+        ("vllm", Split(1, 2, 2)),
+        ("vllm", Split(4, 4, is_colocated=True)),
+    ):
+        given = [f"rollout.backend={backend}"]
+        config = load_config(["quickstart"], given, was_accepted=True).config
+        settings = settings_of(Row(split, 0 if split.is_colocated else 2, None), config)
+        used = load_config(["quickstart"], [*given, *settings]).config
+        if used.cluster.kind == "ray":
+            num_ranks, count = used.cluster.learner.num_ranks, num_servers(used)
+        else:
+            num_ranks, count = 1, used.rollout.launch.num_servers or 1
+        assert (num_ranks, count) == (split.num_learner_gpus, split.num_servers)
+        assert used.rollout.launch.tensor_parallel == split.num_server_gpus
+    beside = Split(4, 2, 2, is_colocated=True)
+    assert "has one GPU" in Roofline(SHAPES["llama-3.1-70b"], H200, Training(), context=100).problem(beside)
 
 
 def test_a_simulation_that_was_shortened_is_said(monkeypatch):

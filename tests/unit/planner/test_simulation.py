@@ -149,7 +149,7 @@ def test_requests_wait_for_a_place_if_all_servers_are_full():
 def test_a_synchronous_step_is_the_sum_of_its_parts():
     costs = costs_of(train_s=2.0, publish_s=0.5, pause_s=0.25)
     predicted = simulate(workload_of(), costs, 1, num_steps=3)
-    assert predicted.step_s == pytest.approx(100 * STEP_S + 2.0 + 0.5 + 0.25, rel=1e-3)
+    assert predicted.step_s == pytest.approx(100 * STEP_S + 2.0 + 0.5, rel=1e-3)  # the pause is a part of the publish
     assert predicted.tokens_per_s == pytest.approx(800 / predicted.step_s)
     assert predicted.mean_lag == predicted.max_lag == 0
     assert predicted.masked_share == 0
@@ -168,6 +168,15 @@ def test_an_asynchronous_step_is_its_longest_part():
     slow_server = simulate(workload_of(max_staleness=1), costs_of(train_s=0.1), 1)
     assert 0.5 <= slow_server.step_s <= 1.1
     assert slow_server.wait_s > 0.3
+
+
+def test_a_publish_in_which_servers_pause_costs_the_tokens_that_they_do_not_generate():
+    costs = [costs_of(train_s=0.1, publish_s=0.4, pause_s=pause_s) for pause_s in (0.0, 0.4)]
+    generating, pausing = (simulate(workload_of(max_staleness=1), each, 1) for each in costs)
+    # Every response waits through one pause, and responses of two steps run at the same time.
+    assert pausing.step_s - generating.step_s == pytest.approx(0.4 / 2)
+    idle = simulate(workload_of(), costs[1], 1, num_steps=3)
+    assert idle.server_busy == pytest.approx(1.0 / 1.5, rel=1e-2)  # a pause without a sequence is not busy
 
 
 def test_the_bound_of_staleness_is_that_of_the_real_buffer():
