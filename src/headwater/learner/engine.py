@@ -147,7 +147,7 @@ class StepSums:
 
 
 class ForwardEngine:
-    """Runs ``module`` over batches (see ``rollout.padding``) without training it.
+    """Runs ``module`` over batches (see ``rollout.group``) without training it.
 
     With several ranks, ``module`` may hold parameters on the meta device. ``weights`` then names the files from which
     every rank reads its shard.
