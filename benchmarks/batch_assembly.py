@@ -27,9 +27,8 @@ from options import parser_of
 from record import write_record
 
 from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
-from headwater.rollout.group import Group
-from headwater.rollout.padding import add_to_scores, pad_trajectories
-from headwater.trainer.recorder import write_rollouts
+from headwater.rollout.group import Group, add_to_scores, pad_trajectories
+from headwater.trainer.tables import write_rollouts
 
 VOCABULARY = 150_000
 NUM_PROMPT_TOKENS = 256

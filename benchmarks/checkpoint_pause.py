@@ -31,7 +31,7 @@ from headwater.learner.engine import TrainEngine
 from headwater.learner.learner import LocalLearner
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.load import load_tokenizer
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 from headwater.rollout.snapshot import RolloutSnapshot
 from headwater.trainer.checkpoint import Checkpoints, TrainerState
 

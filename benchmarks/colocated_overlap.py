@@ -39,7 +39,7 @@ from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights, weight_shapes
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.builtin.tiny import build_tokenizer
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 from headwater.weights.memory import in_buckets
 from headwater.weights.publish import publish
 

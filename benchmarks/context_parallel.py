@@ -29,7 +29,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 PROMPT_TOKENS = 16
 NUM_RANKS = (1, 2, 4)

@@ -39,7 +39,7 @@ from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 from headwater.dashboard import metric_texts
 from headwater.models.load import load_tokenizer
-from headwater.trainer.token_table import write_tokens
+from headwater.trainer.tables import write_tokens
 
 NUM_METRICS = 150
 RESPONSE_TOKENS, PROMPT_TOKENS = 24, 16

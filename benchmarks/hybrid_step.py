@@ -50,7 +50,7 @@ from headwater.learner.packed_module import PolicyModule
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.models.device import available_ram
 from headwater.models.memory_sizes import ModelSize
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 from headwater.trainer.memory_setup import Models, budget_of, plan_memory, planned
 from headwater.trainer.memory_turns import MemoryTurns, releases_cache
 from headwater.weights.publish import publish

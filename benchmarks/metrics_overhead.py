@@ -28,7 +28,7 @@ from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.trainer.metrics import RunFacts, StageMemory, step_metrics
-from headwater.trainer.recorder import write_rollouts
+from headwater.trainer.tables import write_rollouts
 
 _REPEATS = 11
 _STAGES = {"wait": 0.5, "experience": 0.1, "train": 0.5, "publish": 0.1, "record": 0.05, "other": 0.01}

@@ -53,7 +53,7 @@ from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.models.load import load_model, load_tokenizer
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 DTYPES = {
     "float32": torch.float32,

@@ -15,7 +15,7 @@ from headwater.engine.engine import Engine
 from headwater.learner import packed_module
 from headwater.learner.engine import TrainEngine
 from headwater.models.packed_attention import PackedAttention
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 POINTS = ("query", "attention", "gated", "residual")
 """In the order in which a layer computes them: rotated queries, the results of attention, the input of the last

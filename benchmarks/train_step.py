@@ -35,7 +35,7 @@ from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
 from headwater.models.packed_attention import Segments
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 GIB = 2**30
 

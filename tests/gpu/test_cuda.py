@@ -21,7 +21,7 @@ from headwater.learner.packed_module import PolicyModule
 from headwater.models.load import load_model, resolve_dtype
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 from headwater.weights.memory import Receiver
 
 

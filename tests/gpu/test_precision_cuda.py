@@ -28,7 +28,7 @@ from headwater.models.norm_kernels import add_and_norm
 from headwater.models.precision import wide_linear
 from headwater.models.wide_layers import widen_layers
 from headwater.observe.run_directory import RunDirectory
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 CUDA = torch.device("cuda")
 NARROW = [torch.bfloat16, torch.float16]

@@ -17,8 +17,7 @@ from headwater.core.protocols import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.engine.virtual_memory import AddressRange, is_supported, mapped_bytes
 from headwater.learner import streamed_averages
-from headwater.learner.optimizer import Optimizer
-from headwater.learner.residency import Residency
+from headwater.learner.optimizer import Optimizer, Residency
 from headwater.models.load import load_model
 from headwater.models.pinned import PinnedMemory
 

@@ -8,7 +8,7 @@ import torch
 
 from headwater.config.load import load_config
 from headwater.learner.build import LearnerSpec, build_learner
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 from headwater.trainer.memory_advice import is_out_of_memory
 
 MODEL = "tiny:qwen3"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
 import types
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
 
 import headwater
 from headwater import train
@@ -81,7 +84,7 @@ READ_ELSEWHERE = {
     f"{UNIT}/backends/test_vllm.py": (
         "rollout.server_timeout_s", "rollout.launch.python", "rollout.launch.args",
     ),
-    f"{UNIT}/engine/adapters.py": ("engine.adapter_alpha", "engine.adapter_targets"),
+    f"{UNIT}/engine/test_lora_adapters.py": ("engine.adapter_alpha", "engine.adapter_targets"),
     f"{UNIT}/sandbox/test_sandbox.py": (
         "sandbox.isolation", "sandbox.memory_mib", "sandbox.cpu_s", "sandbox.timeout_s", "sandbox.max_processes",
         "sandbox.max_file_mib", "sandbox.max_output_kib", "sandbox.max_concurrent", "sandbox.preload",
@@ -201,6 +204,64 @@ def is_wrong_alone(key: str, value: Any) -> bool:
     return bool(converter.problems)
 
 
+def changed_in(tree: ast.Module) -> set[str]:
+    """The settings that a test file sets to another value than the default.
+
+    They are written ``"full.key=value"``, ``"section={name: value}"`` or ``{"full.key": value}``; or ``name=value`` and
+    ``{"name": value}`` with a literal, if only one setting has that name, or one of the class that is called.
+    """
+    all_settings = settings(Config)
+    owners: dict[str, list[str]] = {}
+    for key, setting in all_settings.items():
+        name = key.rpartition(".")[2]
+        owners.setdefault(name, []).append(key)
+        owners.setdefault(f"{setting.owner.__name__}.{name}", []).append(key)
+    named = {name: keys[0] for name, keys in owners.items() if len(keys) == 1} | {key: key for key in all_settings}
+    found = set()
+
+    def note(name: str, value: Any) -> None:
+        if name in named and _plain(value) != _plain(all_settings[named[name]].default()):
+            found.add(named[name])
+
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        pairs: list[tuple[object, ast.expr]] = []
+        if isinstance(node, ast.Call):
+            pairs = [(each.arg, each.value) for each in node.keywords]
+            pairs += [(f"{ast.unparse(node.func)}.{each.arg}", each.value) for each in node.keywords]
+        elif isinstance(node, ast.Dict):
+            pairs = [
+                (key.value, value)
+                for key, value in zip(node.keys, node.values, strict=True)
+                if isinstance(key, ast.Constant)
+            ]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            for name, value in _overrides(node.value):
+                if "." in name:
+                    note(name, value)
+        for name, value in pairs:
+            with suppress(ValueError):  # not a literal
+                note(str(name), ast.literal_eval(value))
+    return found
+
+
+def _overrides(text: str) -> Iterator[tuple[str, Any]]:
+    """``a.b={c: 1}`` is ``a.b.c`` and 1. In the first part of an f-string, the value is incomplete, and stays text."""
+    if not (match := re.fullmatch(r"([\w.]+)=(.*)", text, re.DOTALL)):
+        return
+    key, value = match[1], match[2]
+    with suppress(yaml.YAMLError):
+        value = yaml.safe_load(value)
+    yield key, value
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield f"{key}.{name}", inner
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
 def test_every_setting_is_read_or_refused(tmp_path):
     found: set[str] = set()
     notices = run_with(found, tmp_path, **PLAIN_RUN, sandbox=SANDBOX)
@@ -215,7 +276,26 @@ def test_every_setting_is_read_or_refused(tmp_path):
     run_with(found, tmp_path, **RICH_RUN)
     unread = {key for key in settings(Config) if key not in found}
     assert unread == {key for keys in READ_ELSEWHERE.values() for key in keys}
+
+
+def test_what_is_read_elsewhere_is_set_there():
     for file, keys in READ_ELSEWHERE.items():
-        text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
-        missing = [key for key in keys if not re.search(rf"\b{key.rpartition('.')[2]}\b", text)]
-        assert not missing, f"{file} does not mention {missing}"
+        found = changed_in(ast.parse((Path(__file__).parents[2] / file).read_text(encoding="utf-8")))
+        missing = [key for key in keys if key not in found]
+        assert not missing, f"{file} does not set {missing} to anything but the default"
+
+
+def test_a_setting_is_found_where_it_is_changed():
+    found = changed_in(
+        ast.parse(
+            """
+def test():
+    \"\"\"sandbox.cpu_s=1\"\"\"  # a docstring sets nothing
+    use(memory_mib=64, timeout_s=2.0, labels={"zone": "b"}, max_processes=32), SandboxConfig(max_concurrent=3)
+    load("rollout.device=cpu", "rollout.max_new_tokens=64", "cluster.tools={num_actors: 7}", {"run.seed": 1})
+"""
+        )
+    )
+    assert {"sandbox.memory_mib", "rollout.device", "cluster.tools.num_actors", "run.seed"} <= found
+    assert "sandbox.max_concurrent" in found, "the class tells which of several it is"
+    assert not {"sandbox.cpu_s", "sandbox.max_processes", "cluster.tools.labels", "sandbox.timeout_s"} & found

@@ -33,7 +33,7 @@ from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
 from headwater.learner.partition import balanced_parts
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 RECIPE = "quickstart"
 COMMON = (

@@ -24,6 +24,9 @@ FORBIDDEN = {
 ONLY_IN = {"ray": "cluster/ray", "vllm": "backends/vllm", "sglang": "backends/sglang"}
 """Packages that only files whose path begins like this may import."""
 
+IN_THE_API = {"Config", "Engine", "Trainer"}
+"""Classes of ``headwater.api`` with the name of what they wrap, which users of the package do not see."""
+
 
 def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
@@ -82,6 +85,19 @@ def test_no_module_imports_itself_through_others():
 def _module_name(path: Path) -> str:
     parts = ("headwater", *path.relative_to(SOURCE).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_a_public_class_name_means_one_thing():
+    """The dashboard counts too. Adapters have the names of the framework that they stand in for."""
+    places: dict[str, list[str]] = {}
+    for path in files():
+        name = str(path.relative_to(SOURCE))
+        if not name.startswith("workflows/adapters/"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in IN_THE_API:
+                    places.setdefault(node.name, []).append(name)
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert not twice, f"rename the more local one: {twice}"
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _save(out: Path | None, step: int, number: int, rollouts: Rollouts) -> None:
     """Write the responses of a batch. Batches after the first have a number in their names."""
     if out is None:
         return
-    from headwater.trainer.recorder import write_rollouts
+    from headwater.trainer.tables import write_rollouts
 
     part = f"_part_{number + 1:03d}" if number else ""
     write_rollouts(out / f"responses{part}.parquet", step, rollouts)
@@ -252,7 +252,7 @@ def _print_samples(display: Display, result: Evaluation) -> None:
 
 def _shown(trajectory: Trajectory) -> str:
     """The model's reply. A conversation is shown with all its messages, in separate lines."""
-    from headwater.trainer.recorder import response_text
+    from headwater.trainer.tables import response_text
 
     text = response_text(trajectory)
     if text == trajectory.info.get("response_text", ""):

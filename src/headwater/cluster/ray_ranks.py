@@ -64,7 +64,7 @@ _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankResult:
     """What one rank returns of a call."""
 
     value: Any = None
@@ -81,7 +81,7 @@ class LearnerRank(ActorProcess):
         self._store: TCPStore | None = None
         self._learner: LocalLearner | None = None
         self._items: Iterator[Any] = iter(())
-        self._advanced = Outcome()
+        self._advanced = RankResult()
 
     def open_store(self) -> tuple[str, int]:
         """On rank 0: the address at which the others join."""
@@ -89,7 +89,7 @@ class LearnerRank(ActorProcess):
         self._store = TCPStore(address, 0, self._num_ranks, is_master=True, wait_for_workers=False)
         return address, self._store.port
 
-    def join(self, store_address: tuple[str, int]) -> Outcome:
+    def join(self, store_address: tuple[str, int]) -> RankResult:
         """Join the process group of the rank that has opened a store there. Returns where this rank runs."""
         return self._attempt("join", lambda: self._join(*store_address))
 
@@ -106,20 +106,20 @@ class LearnerRank(ActorProcess):
         )
         return place
 
-    def build(self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec) -> Outcome:
+    def build(self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec) -> RankResult:
         def make() -> None:
             self._learner = builder(spec)
 
         return self._attempt("build", make)
 
-    def call(self, name: str, *arguments: Any) -> Outcome:
+    def call(self, name: str, *arguments: Any) -> RankResult:
         def execute() -> Any:
             result = getattr(self._learner, name)(*arguments)
             return _drained(result) if isinstance(result, Iterator) else result
 
         return self._attempt(name, execute)
 
-    def begin(self, name: str, *arguments: Any) -> Outcome:
+    def begin(self, name: str, *arguments: Any) -> RankResult:
         """On rank 0: start an iterator, whose items ``advance`` returns."""
 
         def make() -> None:
@@ -129,12 +129,12 @@ class LearnerRank(ActorProcess):
         self._advanced = self._attempt(name, make)
         return self._advanced
 
-    def advance(self) -> Outcome:
+    def advance(self) -> RankResult:
         """The next item as arrays, which need no copy to be read; None after the last one."""
         self._advanced = self._attempt("export", lambda: _pack(next(self._items, None)))
         return self._advanced
 
-    def finish(self) -> Outcome:
+    def finish(self) -> RankResult:
         """Iterate to the end, because the other ranks do. An iterator that has failed fails here again."""
         if self._advanced.error is not None:
             return self._advanced
@@ -146,13 +146,13 @@ class LearnerRank(ActorProcess):
 
         return str(resolve_dtype("auto", device)).removeprefix("torch.")
 
-    def _attempt(self, name: str, function: Callable[[], Any]) -> Outcome:
+    def _attempt(self, name: str, function: Callable[[], Any]) -> RankResult:
         try:
-            return Outcome(function())
+            return RankResult(function())
         except Exception as error:
             if not isinstance(error, OtherRankFailed):
                 logger.error("rank %d failed in %s", self._rank, name, exc_info=True)  # to the log of this rank
-            return Outcome(error=SentError.of(error))
+            return RankResult(error=SentError.of(error))
 
 
 class RayRanks:
@@ -291,7 +291,7 @@ class RayRanks:
         for future in futures:
             if (problem := future.exception()) is not None:
                 raise RankFailed(f"a rank could not answer: {death_of(problem)}") from problem
-        outcomes: list[Outcome] = [future.result() for future in futures]
+        outcomes: list[RankResult] = [future.result() for future in futures]
         errors = {rank: each.error for rank, each in enumerate(outcomes) if each.error is not None}
         told = {rank: error for rank, error in errors.items() if not error.is_other_rank} or errors
         if told:
@@ -355,7 +355,7 @@ class RayRanks:
 def _errors(futures: Sequence[Future[Any]]) -> list[SentError]:
     found = []
     for future in futures:
-        if future.done() and future.exception() is None and isinstance(future.result(), Outcome):
+        if future.done() and future.exception() is None and isinstance(future.result(), RankResult):
             error = future.result().error
             if error is not None and not error.is_other_rank:
                 found.append(error)

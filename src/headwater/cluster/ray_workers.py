@@ -139,7 +139,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolReply:
     value: Any = None
     error: SentError | None = None
     """An error of our own classes."""
@@ -169,13 +169,13 @@ class ToolActor(AsyncActor):
         limits = [int(getattr(each.tool, "max_concurrent", 0)) for each in made]
         return [replace(each, tool=None) for each in made], limits
 
-    async def call(self, entries: Sequence[ToolEntry], order: Order) -> Answer:
+    async def call(self, entries: Sequence[ToolEntry], order: Order) -> ToolReply:
         if order.life not in ("", self._life):
-            return Answer(error=SentError.of(ToolUnavailable(_LOST)))
+            return ToolReply(error=SentError.of(ToolUnavailable(_LOST)))
         try:
             made = (await self._made(entries))[order.tool]
         except Exception as error:  # noqa: BLE001  an actor that was restarted cannot make its tools
-            return Answer(error=SentError.of(ToolUnavailable(str(error))))
+            return ToolReply(error=SentError.of(ToolUnavailable(str(error))))
         given = () if order.method == "check" else (order.instance_id, *order.arguments)
         call = partial(getattr(made.tool, order.method), *given, **(order.kwargs or {}))
         is_interrupted = order.method not in ("create", "release")
@@ -200,20 +200,20 @@ class ToolActor(AsyncActor):
             return self._tools
 
 
-def _answer(task: asyncio.Task[Any], order: Order) -> Answer:
+def _answer(task: asyncio.Task[Any], order: Order) -> ToolReply:
     try:
         value = task.result()
         if order.method == "execute":
             value = read_result(value)
         elif order.method == "create":
             value = id_of(value, order.instance_id)
-        return Answer(value)
+        return ToolReply(value)
     except asyncio.CancelledError:
-        return Answer(is_cancelled=True)
+        return ToolReply(is_cancelled=True)
     except HeadwaterError as error:
-        return Answer(error=SentError.of(error))
+        return ToolReply(error=SentError.of(error))
     except Exception as error:  # noqa: BLE001  a tool may raise anything
-        return Answer(raised=(type(error).__name__, str(error)))
+        return ToolReply(raised=(type(error).__name__, str(error)))
 
 
 class ActorEnded(ToolUnavailable):
@@ -346,7 +346,7 @@ class RayTools(ActorPool):
                     return
             await asyncio.sleep(_PROBE_EVERY_S)
 
-    async def ask(self, place: int, order: Order) -> Answer:
+    async def ask(self, place: int, order: Order) -> ToolReply:
         """The answer of an actor. A cancellation is passed on, and waits until the call there has ended."""
         actor = self._actors[place]
         self._num_open[place] += 1
@@ -356,7 +356,7 @@ class RayTools(ActorPool):
             except TypeError as error:  # Ray's error for values that cannot be pickled
                 raise ToolError(f"takes values that cannot be sent to another node ({error})") from error
             try:
-                answer: Answer = await asyncio.shield(future)
+                answer: ToolReply = await asyncio.shield(future)
             except asyncio.CancelledError:
                 actor.cancel.remote(order.id)
                 answer = await future
@@ -371,7 +371,7 @@ class RayTools(ActorPool):
         return answer
 
 
-def _raise(answer: Answer) -> None:
+def _raise(answer: ToolReply) -> None:
     """Raise the error of an answer, so that messages are those of a tool in this process."""
     if answer.is_cancelled:
         raise asyncio.CancelledError

@@ -40,7 +40,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from headwater.cluster.group import LearnerGroup
 from headwater.cluster.turns import Activity, Turns
-from headwater.cluster.watch import Watch, error_text
+from headwater.cluster.watch import RankWatch, error_text
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
 from headwater.core.waits import wait_until
@@ -119,7 +119,7 @@ def join() -> TorchrunGroup:
     dist.init_process_group(backend, timeout=_COLLECTIVE_LIMIT)
     control = dist.new_group(backend="gloo", timeout=_MESSAGE_LIMIT)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    watch = Watch(PrefixStore("headwater", store), dist.get_rank(), dist.get_world_size())
+    watch = RankWatch(PrefixStore("headwater", store), dist.get_rank(), dist.get_world_size())
     return TorchrunGroup(control, watch, _Lane(device))
 
 
@@ -150,7 +150,7 @@ class _Lane:
 class TorchrunGroup:
     """This process among the ranks. Rank 0 calls the others; they serve."""
 
-    def __init__(self, control: dist.ProcessGroup, watch: Watch, lane: _Lane) -> None:
+    def __init__(self, control: dist.ProcessGroup, watch: RankWatch, lane: _Lane) -> None:
         self.rank = dist.get_rank()
         self._control = control
         self._watch = watch

@@ -22,7 +22,7 @@ _SILENCE_S = 45.0
 _LOOK_S = 1.0
 
 
-class Watch:
+class RankWatch:
     """Signs of life in the launcher's store: rank 0 watches all other ranks, and they watch rank 0."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:

@@ -22,7 +22,7 @@ _GENERATE_LIMIT_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Command:
+class EngineOrder:
     """An action for the engine's thread, and the future of the caller that requested it."""
 
     action: Callable[[], None]

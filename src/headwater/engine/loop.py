@@ -20,7 +20,7 @@ from headwater.core.errors import LogitsBroken, RolloutFailed
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import StopReason
 from headwater.core.waits import wait_for_future
-from headwater.engine.delivery import Command
+from headwater.engine.delivery import EngineOrder
 from headwater.engine.guides import Guidance, alternatives
 from headwater.engine.lanes import Round
 from headwater.engine.plans import NeedsRoom
@@ -75,8 +75,8 @@ class EngineLoop:
         self._depth = 1 if overlap else 0
         self._spans = spans
         self._rounds: deque[Round] = deque()
-        self._awaiting_drain: deque[Command] = deque()
-        self._inbox: deque[EngineSequence | Command] = deque()
+        self._awaiting_drain: deque[EngineOrder] = deque()
+        self._inbox: deque[EngineSequence | EngineOrder] = deque()
         self._abandoned: set[EngineSequence] = set()
         self._is_called = False
         """Whether a caller waits for the end of this round: the inbox has a command, or a request was abandoned."""
@@ -102,7 +102,7 @@ class EngineLoop:
         ``after_drain`` waits until every running request has ended, even while the engine is paused; requests that
         have not started keep waiting. ``keeps_order`` waits for drains that were requested earlier.
         """
-        command = Command(action, after_drain, keeps_order)
+        command = EngineOrder(action, after_drain, keeps_order)
         self._post([command], calls=True)
         return command.done
 
@@ -130,7 +130,7 @@ class EngineLoop:
         """Abort every request, then end the thread."""
         with self._wakeup:
             # Under one lock: a request that arrived in between would never end.
-            self._inbox.append(Command(self._abort_all))
+            self._inbox.append(EngineOrder(self._abort_all))
             self._is_called = True
             self._closing = True
             self._wakeup.notify()
@@ -138,7 +138,7 @@ class EngineLoop:
         wait_for_future(self._ended, lambda: what, kind="engine_call", hard_limit_s=_CLOSE_LIMIT_S)
         self._thread.join()
 
-    def _post(self, items: Iterable[EngineSequence | Command], *, calls: bool = False) -> None:
+    def _post(self, items: Iterable[EngineSequence | EngineOrder], *, calls: bool = False) -> None:
         with self._wakeup:
             if self._failure is not None:
                 raise RolloutFailed(f"the engine has stopped: {self._failure}") from self._failure
@@ -208,7 +208,7 @@ class EngineLoop:
             self._read_all()
             self.abort(abandoned.__contains__)
 
-    def _take(self, item: EngineSequence | Command) -> None:
+    def _take(self, item: EngineSequence | EngineOrder) -> None:
         """Process the first item of the inbox. It is removed last, so that it fails with the others if this fails."""
         if isinstance(item, EngineSequence):
             if item.request.sampling.prompt_logprobs:
@@ -453,7 +453,7 @@ class EngineLoop:
         with self._wakeup:
             self._failure = error
             left = [item for item in self._inbox if isinstance(item, EngineSequence)]
-            commands = [item for item in self._inbox if isinstance(item, Command)]
+            commands = [item for item in self._inbox if isinstance(item, EngineOrder)]
             self._inbox.clear()
         commands += self._awaiting_drain
         self._rounds.clear()

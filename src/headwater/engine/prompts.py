@@ -109,7 +109,7 @@ class PromptQueue:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PromptChunk:
     """The next tokens of a prompt to compute in one batch."""
 
     job: PromptJob
@@ -203,14 +203,14 @@ class Prompts:
         self._computing.clear()
         self._num_computing = 0
 
-    def next_chunks(self, num_free_lanes: int) -> list[Chunk]:
+    def next_chunks(self, num_free_lanes: int) -> list[PromptChunk]:
         """Chunks for the next batch, oldest prompt first, within the token budget. A long prompt takes several."""
         budget = self._max_prefill_tokens
-        chunks: list[Chunk] = []
+        chunks: list[PromptChunk] = []
         for job in self._computing.values():
             if budget <= 0:
                 break
-            chunks.append(Chunk(job, min(budget, job.num_left)))
+            chunks.append(PromptChunk(job, min(budget, job.num_left)))
             budget -= chunks[-1].num_tokens
         beginnings = {self._beginning(job) for job in self._computing.values()}
         while budget > 0 and (first := self._waiting.first()) is not None:
@@ -222,7 +222,7 @@ class Prompts:
             if started is None:
                 break
             beginnings.add(beginning)
-            chunks.append(Chunk(started, min(budget, started.num_left)))
+            chunks.append(PromptChunk(started, min(budget, started.num_left)))
             budget -= chunks[-1].num_tokens
         self._waiting.take_back()
         return chunks

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from headwater.engine.lanes import Lanes
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
-from headwater.engine.prompts import Chunk, PromptJob, Prompts
+from headwater.engine.prompts import PromptChunk, PromptJob, Prompts
 from headwater.engine.rows import RowMap
 from headwater.engine.sequence import EngineSequence
 
@@ -41,7 +41,7 @@ class Prefill:
         self._pool = pool
         self._page_tokens = page_tokens
 
-    def plan(self, chunks: list[Chunk]) -> PrefillPlan:
+    def plan(self, chunks: list[PromptChunk]) -> PrefillPlan:
         table = np.zeros((len(chunks), max(len(chunk.job.pages) for chunk in chunks)), np.int32)
         input_ids, positions, slots = [], [], []
         complete: list[tuple[PromptJob, int]] = []

@@ -28,12 +28,11 @@ from headwater.core.dispatch import DISPATCH_KEY, dispatched_rows
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
 from headwater.learner.loss_scale import LossScale
-from headwater.learner.optimizer import CPU, Optimizer
+from headwater.learner.optimizer import CPU, Optimizer, Residency
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.learner.partition import minibatch_rows
 from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard
-from headwater.learner.residency import Residency
 from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
 
@@ -148,7 +147,7 @@ class StepSums:
 
 
 class ForwardEngine:
-    """Runs ``module`` over batches (see ``rollout.padding``) without training it.
+    """Runs ``module`` over batches (see ``rollout.group``) without training it.
 
     With several ranks, ``module`` may hold parameters on the meta device. ``weights`` then names the files from which
     every rank reads its shard.

@@ -1,10 +1,11 @@
-"""AdamW with gradient clipping, a learning-rate schedule and optional CPU offload of its averages."""
+"""AdamW with gradient clipping and a learning-rate schedule, and tensors that leave the device between two steps."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,6 @@ from headwater.config.schema import LearnerConfig, Schedule
 from headwater.core.errors import RunError
 from headwater.learner.held import averages_of, held_by
 from headwater.learner.loss_scale import LossScale
-from headwater.learner.residency import Residency
 from headwater.learner.streamed_averages import StreamedAverages
 from headwater.models.pinned import PinnedMemory
 
@@ -207,3 +207,109 @@ class Optimizer:
 
 def _global_norm(norm: Tensor) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+class Residency:
+    """One group of tensors that leaves the device and returns together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moves = device.type == "cuda"
+        self._storages: list[torch.UntypedStorage] = []
+        self._homes: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+        """The end of the last copy."""
+        self._is_copied = False
+        """Main memory has the present values, or will have them after ``_done``."""
+        self.is_away = False
+        self.num_bytes_moved = 0
+        """Copied in either direction, since the beginning."""
+
+    def changed(self) -> None:
+        """The tensors get new values: the copy in main memory is no longer valid."""
+        self._is_copied = False
+
+    @torch.no_grad()
+    def copy_out(self, tensors: Iterable[Tensor]) -> None:
+        """Start to copy the tensors to main memory. They stay on the device."""
+        if not self._moves or self.is_away or self._is_copied:
+            return
+        self._take(tensors)
+        with self._on_stream() as stream:
+            for storage, home in zip(self._storages, self._homes, strict=True):
+                home.copy_(_bytes_of(storage, self._device), non_blocking=True)
+                self.num_bytes_moved += home.nbytes
+            self._done = stream.record_event()
+        self._is_copied = True
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Wait for the copy, and free the memory on the device."""
+        if not self._moves or self.is_away:
+            return
+        self.copy_out(tensors)
+        if self._done is not None:
+            self._done.synchronize()
+        self._synchronize()  # others may use the memory at once, on any stream
+        self.is_away = True  # first: an interrupt below leaves some without memory, and ``restore`` repairs that
+        for storage in self._storages:
+            storage.resize_(0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Allocate the memory again and start to copy the values into it.
+
+        If there is not enough memory, nothing is allocated, and this can be repeated, as after an interrupt.
+        """
+        if not self.is_away:
+            return
+        try:
+            for storage, home in zip(self._storages, self._homes, strict=True):
+                storage.resize_(home.nbytes)
+        except torch.OutOfMemoryError:
+            for storage in self._storages:
+                storage.resize_(0)
+            raise
+        with self._on_stream() as stream:
+            for storage, home in zip(self._storages, self._homes, strict=True):
+                _bytes_of(storage, self._device).copy_(home, non_blocking=True)
+                self.num_bytes_moved += home.nbytes
+            self._done = stream.record_event()
+        self.is_away = False  # last: until here the tensors may have memory without values
+
+    def wait(self) -> None:
+        """Make work that is queued from now on wait for the last copy. The host does not wait."""
+        if self._done is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._done)
+
+    def _take(self, tensors: Iterable[Tensor]) -> None:
+        """Find the memory of the tensors. Page-locked memory for it is allocated once."""
+        storages = {}
+        for tensor in tensors:
+            storage = held_by(tensor).untyped_storage()
+            if storage.device.type == self._device.type and storage.nbytes():
+                storages[storage.data_ptr()] = storage  # tied weights share one
+        self._storages = list(storages.values())
+        sizes = [storage.nbytes() for storage in self._storages]
+        if [home.nbytes for home in self._homes] != sizes:
+            self._homes = self._allocate(sizes)
+
+    def _allocate(self, sizes: list[int]) -> list[Tensor]:
+        pinned = PinnedMemory(sum(-(-size // 64) * 64 for size in sizes))
+        return [pinned.empty(torch.Size((size,)), torch.uint8) for size in sizes]
+
+    def _synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[torch.cuda.Stream]:
+        """Work on the separate stream, after everything that is queued on the current one."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield self._stream
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

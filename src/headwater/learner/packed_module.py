@@ -195,7 +195,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """In float32, whatever the layers compute in: the engine does not round them either."""
-    if has_wide_logits(hidden.dtype):
+    if hidden.dtype != torch.float32 and has_wide_logits(hidden.dtype):
         return wide_linear(hidden, weight, bias if bias.ndim else None)
     return torch.addmm(bias, hidden, weight.T) if bias.ndim else hidden @ weight.T
 

@@ -73,7 +73,7 @@ class Pack:
 
 def token_column(batch: DataProto, name: str) -> Tensor:
     """A column that every pass needs. If it is missing, the error names it."""
-    return required(batch.batch, name, "a pass over tokens", "make batches with rollout.padding.pad_trajectories")
+    return required(batch.batch, name, "a pass over tokens", "make batches with rollout.group.pad_trajectories")
 
 
 def read_rows(batch: DataProto) -> list[PackRow]:

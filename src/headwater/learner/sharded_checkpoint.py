@@ -39,7 +39,7 @@ memory of the process until they are closed."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """The part of a tensor that one file holds, under the tensor's name."""
 
     file: str
@@ -60,7 +60,7 @@ class _Index:
     """The scale of the adapters, which their shapes do not show; None without adapters."""
     shapes: Mapping[str, list[int]]
     """Of every tensor as a whole."""
-    pieces: Mapping[str, list[Piece]]
+    pieces: Mapping[str, list[ShardPiece]]
     loss_scale: Mapping[str, float] | None = None
     """The state of float16's loss scale; None in other types."""
 
@@ -73,7 +73,7 @@ class _Index:
             content = json.loads(path.read_bytes())
             if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
                 raise ValueError(f"{path.name} is not in the format {_FORMAT}")
-            pieces = {name: [Piece(**each) for each in parts] for name, parts in content.pop("pieces").items()}
+            pieces = {name: [ShardPiece(**each) for each in parts] for name, parts in content.pop("pieces").items()}
             index = cls(pieces=pieces, **content)
             if index.shapes.keys() != pieces.keys():
                 raise ValueError(f"{path.name} does not list the same tensors twice")
@@ -121,18 +121,20 @@ def writes(tensor: Tensor, ranks: Ranks) -> bool:
     return bool(held_by(tensor).numel()) and (ranks.index == 0 or _is_split(tensor))
 
 
-def piece_of(tensor: Tensor, file: str) -> Piece:
-    return Piece(file, _start(tensor), list(held_by(tensor).shape))
+def piece_of(tensor: Tensor, file: str) -> ShardPiece:
+    return ShardPiece(file, _start(tensor), list(held_by(tensor).shape))
 
 
-def gather_pieces(pieces: Mapping[str, Piece], ranks: Ranks) -> dict[str, list[Piece]]:
+def gather_pieces(pieces: Mapping[str, ShardPiece], ranks: Ranks) -> dict[str, list[ShardPiece]]:
     """The pieces of all ranks, by the name of their tensor. All ranks must call it together."""
-    everywhere: list[Mapping[str, Piece]] = ranks.gather(dict(pieces))
+    everywhere: list[Mapping[str, ShardPiece]] = ranks.gather(dict(pieces))
     names = dict.fromkeys(name for each in everywhere for name in each)
     return {name: [each[name] for each in everywhere if name in each] for name in names}
 
 
-def read_tensors(places: Mapping[str, tuple[Path, str, list[Piece], tuple[int, ...]]]) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(
+    places: Mapping[str, tuple[Path, str, list[ShardPiece], tuple[int, ...]]],
+) -> Iterator[tuple[str, Tensor]]:
     """Put tensors together from the files of several ranks, one at a time. No more than that is in memory.
 
     ``places`` has, for each name, the folder, the tensor's name in the files, its pieces and its shape.
@@ -294,7 +296,7 @@ def _fill(tensor: Tensor, name: str, index: _Index, files: Mapping[str, Any]) ->
 
 
 @torch.no_grad()
-def _fill_from(tensor: Tensor, name: str, pieces: Sequence[Piece], files: Mapping[str, Any]) -> None:
+def _fill_from(tensor: Tensor, name: str, pieces: Sequence[ShardPiece], files: Mapping[str, Any]) -> None:
     held, start = held_by(tensor), _start(tensor)
     for piece in pieces:
         if not held.ndim:

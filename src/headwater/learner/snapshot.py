@@ -31,7 +31,7 @@ from headwater.learner.held import held_by
 from headwater.learner.ranks import Ranks
 from headwater.learner.sharded_checkpoint import (
     FOLDER,
-    Piece,
+    ShardPiece,
     Shards,
     gather_pieces,
     piece_of,
@@ -61,7 +61,7 @@ class Rest:
     """The weights of the exported model that ``train/`` does not have: frozen ones, and those with merged adapters."""
 
     file: str
-    pieces: Mapping[str, list[Piece]]
+    pieces: Mapping[str, list[ShardPiece]]
     """Of all ranks."""
 
 
@@ -132,7 +132,7 @@ class Snapshots:
         return not self._places and num_bytes * hosts.count(socket.gethostname()) > _SHARE_OF_MEMORY * available_ram()
 
     @torch.no_grad()
-    def _merged(self, model: nn.Module, file: str) -> Iterator[tuple[str, Tensor, Piece]]:
+    def _merged(self, model: nn.Module, file: str) -> Iterator[tuple[str, Tensor, ShardPiece]]:
         """The weights of the exported model. Those that are computed, because of adapters, are copied at once."""
         known = trained_names(model) if self._ranks.count > 1 else {}
         layouts = {plain_name(name): each for name, each in model.named_parameters()}

@@ -41,7 +41,7 @@ _held_here: set[Path] = set()
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """The process that holds a lock, as the lock file states it."""
 
     host: str
@@ -54,7 +54,7 @@ class Holder:
     command: str
 
     @classmethod
-    def here(cls) -> Holder:
+    def here(cls) -> LockHolder:
         pid = os.getpid()
         return cls(socket.gethostname(), boot_id(), pid, process_start(pid), time.time(), " ".join(sys.argv[1:])[:120])
 
@@ -84,7 +84,7 @@ class RunLock:
             self._lock()
             if (holder := self._read(self._descriptor)) != watched and holder is not None and holder.boot != boot_id():
                 raise self._refusal(str(holder))  # it was faster
-            content = json.dumps(asdict(Holder.here()), indent=1).encode()
+            content = json.dumps(asdict(LockHolder.here()), indent=1).encode()
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, content, 0)
         except BaseException as error:
@@ -120,7 +120,7 @@ class RunLock:
             if holder is not None and holder.boot == boot_id() and process_start(holder.pid) == holder.process_start:
                 raise self._refusal(str(holder)) from error
 
-    def _watch_other_machine(self) -> Holder | None:
+    def _watch_other_machine(self) -> LockHolder | None:
         """If the file names a holder on another machine, wait until it has been silent for long enough."""
         holder, touched = self._look()
         if holder is None or holder.boot == boot_id():
@@ -146,7 +146,7 @@ class RunLock:
             )
         return holder
 
-    def _look(self) -> tuple[Holder | None, float]:
+    def _look(self) -> tuple[LockHolder | None, float]:
         """The holder and when the file was touched. Opening the file makes a network file system ask its server."""
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
@@ -167,10 +167,10 @@ class RunLock:
             probe.unlink(missing_ok=True)
 
     @staticmethod
-    def _read(descriptor: int) -> Holder | None:
+    def _read(descriptor: int) -> LockHolder | None:
         """The holder that the file states; None if it was released, or if the file is being written."""
         try:
-            return Holder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
+            return LockHolder(**json.loads(os.pread(descriptor, 1 << 16, 0)))
         except (ValueError, TypeError):
             return None
 

@@ -25,7 +25,7 @@ REQUESTS_PER_WORKER = 2000
 _LOOK_S = 5.0
 
 
-class Worker:
+class ComparingProcess:
     """A forked process that compares answers, and the socket to it."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ def main() -> None:
         _reply(replies, {"failed": f"math-verify cannot be imported ({error}); run: pip install math-verify"})
         return
     _reply(replies, {"ready": ""})
-    worker = Worker()
+    worker = ComparingProcess()
     parent = os.getppid()
     received = b""
     try:
@@ -143,7 +143,7 @@ def main() -> None:
                 _reply(replies, {"verdict": verdict})
                 if verdict not in ("right", "wrong") or worker.is_spent():
                     worker.end()
-                    worker = Worker()
+                    worker = ComparingProcess()
     finally:
         worker.end()
 

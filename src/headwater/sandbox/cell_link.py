@@ -174,7 +174,7 @@ class CellLink:
 
     def _receive(self, connection: socket.socket) -> dict[str, Any] | None:
         """Read one message; None at the end of the connection."""
-        reader = frames.Reader(_MAX_MESSAGE_BYTES)
+        reader = frames.FrameReader(_MAX_MESSAGE_BYTES)
         try:
             while True:
                 piece = connection.recv(reader.wants)

@@ -127,7 +127,7 @@ class TextStream:
 
 
 @dataclass(frozen=True)
-class Piece:
+class OutputPiece:
     """A complete response, or the part of it that one delta of a stream adds."""
 
     text: str
@@ -158,14 +158,14 @@ class PieceMaker:
         stop_reason: StopReason | None,
         top_logprobs: Sequence[Alternatives] = (),
         prompt_scores: PromptScores | None = None,
-    ) -> Piece:
+    ) -> OutputPiece:
         matched: str | int | None = None
         if stop_reason is None:
             text = self._text.push(tokens)
         else:
             ending = self._text.finish(tokens, stop_reason)
             text, matched = ending.text, ending.matched
-        return Piece(
+        return OutputPiece(
             text=text,
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
@@ -206,7 +206,9 @@ class Offsets:
         return bool(self._tokenizer.decode([token], skip_special_tokens=self._skip_special_tokens))
 
 
-def whole(response: ModelResponse, tokenizer: Tokenizer, rules: TextRules, *, with_offsets: bool = False) -> Piece:
+def whole(
+    response: ModelResponse, tokenizer: Tokenizer, rules: TextRules, *, with_offsets: bool = False
+) -> OutputPiece:
     """A complete response as one piece."""
     delta = Delta.of(response)
     return PieceMaker(tokenizer, rules, with_offsets=with_offsets).piece(

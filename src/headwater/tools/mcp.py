@@ -11,7 +11,7 @@ from headwater.core.errors import ConfigError
 from headwater.core.registry import nearest
 from headwater.tools import TOOLS
 from headwater.tools.base import BaseTool, ToolError
-from headwater.tools.mcp_connection import Connection, EpisodeConnections, RestartedServer, ServerAddress
+from headwater.tools.mcp_connection import EpisodeConnections, McpConnection, RestartedServer, ServerAddress
 from headwater.tools.results import BadResult
 
 _KEYS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "type", "transport")
@@ -85,7 +85,7 @@ class McpServers:
 
 
 async def _ask(address: ServerAddress, limit_s: float) -> list[Any]:
-    connection = await Connection(address).started(limit_s)
+    connection = await McpConnection(address).started(limit_s)
     try:
         return await connection.list_tools()
     finally:

@@ -68,7 +68,7 @@ def _sdk() -> Any:
     return Client, StdioServerParameters, stdio_client, streamable_http_client
 
 
-class Connection:
+class McpConnection:
     """One session with a server. A separate task holds it, because the SDK must be left in the task that entered it."""
 
     def __init__(self, address: ServerAddress) -> None:
@@ -77,7 +77,7 @@ class Connection:
         self._closing = asyncio.Event()
         self._holder = asyncio.ensure_future(self._hold())
 
-    async def started(self, limit_s: float) -> Connection:
+    async def started(self, limit_s: float) -> McpConnection:
         """This connection after its handshake; ``ToolUnavailable`` if the server does not start."""
         try:
             done, _ = await asyncio.wait({self._ready}, timeout=limit_s)
@@ -159,8 +159,8 @@ class RestartedServer:
         self._start_timeout_s = start_timeout_s
         self._max_restarts = max_restarts
         self._num_restarts = 0
-        self._connection: Connection | None = None
-        self._starting: asyncio.Task[Connection] | None = None
+        self._connection: McpConnection | None = None
+        self._starting: asyncio.Task[McpConnection] | None = None
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         connection = await self._connected()
@@ -179,7 +179,7 @@ class RestartedServer:
             await self._connection.close()
         self._connection = self._starting = None
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> McpConnection:
         """The open connection. Only the first start is waited for; while it is started again, calls fail at once."""
         if self._connection is not None:
             if self._connection.is_alive:
@@ -197,7 +197,7 @@ class RestartedServer:
         self._num_restarts += 1
         self._starting = asyncio.ensure_future(self._start(pause_s, broken))
 
-    async def _start(self, pause_s: float, broken: Connection | None = None) -> Connection:
+    async def _start(self, pause_s: float, broken: McpConnection | None = None) -> McpConnection:
         if broken is not None:
             await broken.close()
         while True:
@@ -208,7 +208,7 @@ class RestartedServer:
                 )
             await asyncio.sleep(pause_s)
             try:
-                self._connection = await Connection(self._address).started(self._start_timeout_s)
+                self._connection = await McpConnection(self._address).started(self._start_timeout_s)
                 return self._connection
             except ToolUnavailable as error:
                 logger.warning("%s", error)
@@ -222,10 +222,10 @@ class EpisodeConnections:
     def __init__(self, address: ServerAddress, start_timeout_s: float) -> None:
         self._address = address
         self._start_timeout_s = start_timeout_s
-        self._open: dict[str, tuple[Connection, int]] = {}
+        self._open: dict[str, tuple[McpConnection, int]] = {}
 
     async def acquire(self, instance_id: str) -> None:
-        connection, users = self._open.get(instance_id) or (Connection(self._address), 0)
+        connection, users = self._open.get(instance_id) or (McpConnection(self._address), 0)
         self._open[instance_id] = (connection, users + 1)
         try:
             await connection.started(self._start_timeout_s)

@@ -25,7 +25,7 @@ ACCURACY = "acc"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ResponseFacts:
     """What the metrics need of one response. Its tokens and texts are not kept, so that memory stays small."""
 
     uid: str
@@ -38,7 +38,7 @@ class Outcome:
     is_stopped: bool
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Outcome:
+    def of(cls, trajectory: Trajectory) -> ResponseFacts:
         info = {name: value for name, value in trajectory.info.items() if not _is_text(name, value)}
         info["num_turns"] = num_turns(trajectory)
         is_stopped = trajectory.stop_reason == "stop"
@@ -96,7 +96,7 @@ def evaluate(
     ``batch_size`` prompts, of which only the metrics are kept.
     """
     rows = rows_of(dataset, num_prompts)
-    outcomes: list[tuple[Prompt, Outcome]] = []
+    outcomes: list[tuple[Prompt, ResponseFacts]] = []
     dropped: list[Dropped] = []
     shown: Rollouts = ()
     num_groups = 0
@@ -107,7 +107,7 @@ def evaluate(
         rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
         save(number, rollouts)
         shown = shown or rollouts
-        outcomes += [(prompt, Outcome.of(each)) for prompt, each in rollouts]
+        outcomes += [(prompt, ResponseFacts.of(each)) for prompt, each in rollouts]
         dropped += batch.dropped
         num_groups += len(batch.groups)
     return summary(outcomes, shown, num_groups, len(dropped))
@@ -128,7 +128,7 @@ def rows_of(dataset: PromptDataset, num_prompts: int) -> Sequence[int]:
 
 
 def summary(
-    outcomes: Sequence[tuple[Prompt, Outcome]], shown: Rollouts, num_groups: int, num_dropped: int
+    outcomes: Sequence[tuple[Prompt, ResponseFacts]], shown: Rollouts, num_groups: int, num_dropped: int
 ) -> Evaluation:
     rewards = [each for values in _samples(outcomes, "").values() for each in values]
     count = len(outcomes)
@@ -149,7 +149,7 @@ def summary(
     )
 
 
-def sample_metrics(outcomes: Sequence[tuple[Prompt, Outcome]]) -> dict[str, float]:
+def sample_metrics(outcomes: Sequence[tuple[Prompt, ResponseFacts]]) -> dict[str, float]:
     """``reward/best@k`` and the like, over all prompts and per data source; empty with one sample per prompt.
 
     ``mean@n`` and ``std@n`` are over the n samples of a prompt, then averaged over prompts. ``best@k`` and ``worst@k``
@@ -216,7 +216,7 @@ _Key = tuple[str, str]
 """The data source and the uid of a prompt."""
 
 
-def _samples(outcomes: Sequence[tuple[Prompt, Outcome]], variable: str) -> dict[_Key, list[float]]:
+def _samples(outcomes: Sequence[tuple[Prompt, ResponseFacts]], variable: str) -> dict[_Key, list[float]]:
     """The value of each episode of each prompt: the mean over its pieces. Prompts without the variable are left out."""
     pieces: dict[_Key, dict[int, list[float]]] = {}
     for prompt, each in outcomes:
@@ -227,7 +227,7 @@ def _samples(outcomes: Sequence[tuple[Prompt, Outcome]], variable: str) -> dict[
     return {key: [statistics.mean(each) for each in episodes.values()] for key, episodes in pieces.items()}
 
 
-def _answers(outcomes: Sequence[tuple[Prompt, Outcome]]) -> dict[_Key, list[str]]:
+def _answers(outcomes: Sequence[tuple[Prompt, ResponseFacts]]) -> dict[_Key, list[str]]:
     """The extracted answer of each episode. Prompts with an episode that has none are left out."""
     found: dict[_Key, dict[int, str | None]] = {}
     for prompt, each in outcomes:

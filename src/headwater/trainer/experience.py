@@ -30,8 +30,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.protocols import Learner
 from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
-from headwater.rollout.group import RolloutBatch
-from headwater.rollout.padding import add_to_scores, pad_trajectories, score_column
+from headwater.rollout.group import RolloutBatch, add_to_scores, pad_trajectories, score_column
 
 LEARNER_LOGPROBS, ENTROPIES = "learner_logprobs", "entropies"
 _SAVED = ("advantages", "returns", "values", "reference_logprobs")

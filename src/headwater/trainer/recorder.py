@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
 from headwater.core.errors import RunError
-from headwater.core.records import Prompt, TokenArrays, Trajectory
+from headwater.core.records import Prompt, Trajectory
+from headwater.core.waits import wait_until
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
 from headwater.observe.spans import Spans, StageClock
 from headwater.observe.trace import Trace
-from headwater.rollout.group import RolloutBatch, num_replies, num_turns
+from headwater.rollout.group import RolloutBatch
 from headwater.rollout.snapshot import Books
-from headwater.trainer.background_writer import BackgroundWriter
 from headwater.trainer.evaluate import Evaluation
-from headwater.trainer.experience import LEARNER_LOGPROBS
 from headwater.trainer.metrics import FAILED_CALLS, RunFacts, StageMemory, shown_metrics, step_metrics
-from headwater.trainer.token_table import write_table, write_tokens
+from headwater.trainer.tables import samples_of, write_rollouts, write_tokens
 from headwater.trainer.warm_start import WarmStartResult
 
 if TYPE_CHECKING:
@@ -37,8 +32,9 @@ if TYPE_CHECKING:
     from headwater.observe.trackers import Trackers
 
 
-_GROUP_TOKENS = 1 << 20
-"""About how many tokens a row group of a rollout file has."""
+_MOST_WAITING = 8
+_LIMIT_S = 1800.0
+"""A disk that takes longer does not answer any more."""
 
 
 class Recorder:
@@ -225,139 +221,92 @@ class Recorder:
         return record
 
 
-def samples_of(rollouts: Sequence[tuple[Prompt, Trajectory]], count: int) -> list[dict[str, Any]]:
-    """The first responses to the first ``count`` prompts, as a table for people."""
-    firsts = {prompt.uid: (prompt, each) for prompt, each in reversed(rollouts)}
-    chosen = [firsts[uid] for uid in dict.fromkeys(prompt.uid for prompt, _ in rollouts)][:count]
-    return [
-        {
-            "uid": prompt.uid,
-            "prompt": prompt.text,
-            "response": response_text(each),
-            "ground_truth": _to_json(prompt.ground_truth),
-            "reward": each.reward,
-        }
-        for prompt, each in chosen
-    ]
+class BackgroundWriter:
+    """Runs functions that write, one at a time and in order, in a thread.
 
+        writer.put(lambda: run.append_metrics(record))
+        writer.flush()                                    # everything so far is written, or the error is raised
 
-def response_text(trajectory: Trajectory) -> str:
-    """The model's reply. If there were several, all of them and the messages between them, each with its role."""
-    replies = [at for at, message in enumerate(trajectory.messages) if message.get("role") == "assistant"]
-    if len(replies) > 1:
-        count = num_replies(trajectory)
-        if 1 < count <= len(replies):
-            said = trajectory.messages[replies[-count] :]  # earlier replies belong to the prompt
-            return "\n\n".join(f"[{message.get('role')}]\n{_said(message)}" for message in said)
-    return str(trajectory.info.get("response_text", ""))
-
-
-def _ended_by(trajectory: Trajectory) -> str | None:
-    noted = trajectory.info.get("ended_by")
-    return noted if isinstance(noted, str) else None
-
-
-def _said(message: Mapping[str, Any]) -> str:
-    """The content of a message, and its tool calls as JSON."""
-    calls = [_to_json(call.get("function", call)) for call in message.get("tool_calls") or ()]
-    return "\n".join([*([str(message.get("content"))] if message.get("content") or not calls else []), *calls])
-
-
-def _to_json(value: object) -> str:
-    """JSON that people can read. Half of a surrogate pair, which a file cannot hold, stays escaped."""
-    return json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
-
-
-def write_rollouts(
-    path: Path,
-    step: int,
-    rollouts: Sequence[tuple[Prompt, Trajectory]],
-    token_columns: Mapping[str, Tensor] = MappingProxyType({}),
-) -> None:
-    """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
-
-    ``response`` is everything after the prompt as text; ``messages`` is the whole conversation, as JSON. ``num_turns``
-    counts the model's messages, and ``ended_by`` is what the workflow noted. What the scorer returned beside the reward
-    is in columns ``reward_<name>``. ``token_columns``, ``[trajectories, response]``, become lists with one value per
-    token of prompt and response, 0 in the prompt. ``logprob_gap`` is the largest difference between the learner's
-    log-probs and those of the engine. Like the numbers of tokens and calls, it is there so that a reader can sort and
-    filter without the lists.
+    After an error nothing else is written, because records would be missing between others. Every later call raises
+    the error, so that no step follows one that was not recorded. A file that is ``alone`` is no such record: if it
+    cannot be written, ``check`` and ``flush`` raise the error, and the records after it are still written.
     """
-    rows = [
-        {
-            "step": step,
-            "uid": trajectory.uid,
-            "sample": trajectory.sample,
-            "data_source": prompt.data_source,
-            "prompt": prompt.text,
-            "response": response_text(trajectory),
-            "messages": _to_json(trajectory.messages),
-            "ground_truth": _to_json(prompt.ground_truth),
-            "reward": trajectory.reward,
-            "stop_reason": trajectory.stop_reason,
-            "num_turns": num_turns(trajectory),
-            "prompt_length": trajectory.prompt_length,
-            "response_length": len(trajectory.tokens) - trajectory.prompt_length,
-            "num_tool_calls": _count(trajectory.info.get("num_tool_calls")),
-            "num_failed_calls": _count(trajectory.info.get("tool_failures")),
-            "info": _to_json(dict(trajectory.info)),
-        }
-        for prompt, trajectory in rollouts
-    ]
-    table = pa.Table.from_pylist(rows)
-    ended_by = pa.array([_ended_by(trajectory) for _, trajectory in rollouts], pa.string())
-    table = table.append_column("ended_by", ended_by)
-    infos = [trajectory.reward_info for _, trajectory in rollouts]
-    for name in dict.fromkeys(name for info in infos for name in info):
-        table = table.append_column(f"reward_{name}", _column([info.get(name) for info in infos]))
-    arrays = [trajectory.arrays for _, trajectory in rollouts]
-    table = table.append_column("turn_rewards", _lists([np.array(each.turn_rewards, float) for _, each in rollouts]))
-    # Converting lists one value at a time would take seconds for long responses.
-    for name in ("tokens", "loss_mask", "logprobs", "versions"):
-        table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
-    for name, values in token_columns.items():
-        of_each = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
-        lists = [_of_all_tokens(each, row) for each, row in of_each]
-        table = table.append_column(name, _lists(lists))
-        if name == LEARNER_LOGPROBS:
-            gaps = [_largest_gap(each, its) for each, its in zip(arrays, lists, strict=True)]
-            table = table.append_column("logprob_gap", pa.array(gaps, pa.float64()))
-    num_tokens = sum(len(each.tokens) for each in arrays)
-    # A reader of one rollout reads its whole row group.
-    rows_per_group = max(1, _GROUP_TOKENS * len(rollouts) // max(1, num_tokens))
-    write_table(table, path, "the rollouts", rows_per_group)
 
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Callable[[], Any], bool]] = deque()
+        self._is_writing = False
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._is_broken = False
+        """Nothing else is written."""
+        self._thread: threading.Thread | None = None
 
-def _count(noted: object) -> int:
-    """A number that a workflow noted, or the sum of numbers by name; 0 if it noted none."""
-    if isinstance(noted, Mapping):
-        return sum(_count(each) for each in noted.values())
-    return noted if isinstance(noted, int) else 0
+    def put(self, write: Callable[[], Any], *, alone: bool = False) -> None:
+        """Have ``write()`` called. Waits while many others wait, so that a slow disk slows the run down."""
+        self._wait(lambda: len(self._waiting) < _MOST_WAITING, "for room in the queue of records to write")
+        with self._changed:
+            if self._is_broken and self._error is not None:
+                raise self._error
+            self._waiting.append((write, alone))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="headwater-records", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
+    def check(self) -> None:
+        """Raise the error of a write that has failed."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
 
-def _largest_gap(arrays: TokenArrays, learner: NDArray[Any]) -> float | None:
-    trained = arrays.loss_mask != 0
-    return float(np.abs(learner - arrays.logprobs)[trained].max()) if trained.any() else None
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        self.settle()
+        self.check()
 
+    def settle(self) -> None:
+        """Wait until everything is written that can be, and raise nothing."""
+        self._wait(lambda: not self._waiting and not self._is_writing, "for records that are being written")
 
-def _column(values: Sequence[Any]) -> pa.Array:
-    """Numbers as numbers, texts as text, and anything else, or a mixture of these, as JSON."""
-    given = [value for value in values if value is not None]
-    if all(isinstance(value, (bool, int, float, np.number)) for value in given):
-        return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    is_text = all(isinstance(value, str) for value in given)
-    texts = [None if value is None else value if is_text else _to_json(value) for value in values]
-    return pa.array([None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in texts])
+    def close(self) -> BaseException | None:
+        """Write what waits and end the thread. Returns the error of a write, which ``flush`` would raise."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_LIMIT_S)
+        return self._error
 
+    def _wait(self, predicate: Callable[[], bool], what: str) -> None:
+        with self._changed:
+            wait_until(
+                self._changed,
+                lambda: self._is_broken or predicate(),
+                lambda: f"the run waits {what}",
+                kind="records",
+                hard_limit_s=_LIMIT_S,
+            )
 
-def _of_all_tokens(trajectory: Trajectory, response: NDArray[Any]) -> NDArray[Any]:
-    """The values of a padded response, after zeros for the prompt."""
-    length = len(trajectory.tokens) - trajectory.prompt_length
-    return np.concatenate([np.zeros(trajectory.prompt_length, response.dtype), response[:length]])
-
-
-def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:
-    """A column of lists, one per array."""
-    starts = pa.array(np.cumsum([0, *(len(each) for each in values)]), pa.int32())
-    joined = np.concatenate(values) if values else np.zeros(0, np.int64)
-    return pa.ListArray.from_arrays(starts, joined.astype(np.int64) if joined.dtype == np.bool_ else joined)
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._is_writing = False
+                    self._changed.notify_all()
+                    if self._is_closed:
+                        return
+                    self._changed.wait()
+                self._is_writing = True
+                write, is_alone = self._waiting.popleft()
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001  raised by the next call
+                with self._changed:
+                    self._error = self._error or error
+                    if is_alone:
+                        continue
+                    self._is_broken = True
+                    self._waiting.clear()
+                    self._changed.notify_all()
+                return

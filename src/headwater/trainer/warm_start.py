@@ -15,7 +15,7 @@ from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
 from headwater.data.load import PromptDataset
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.progress import Display
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 _CHECK_EVERY_STEPS = 10
 

@@ -31,7 +31,7 @@ from headwater.workflows.agents.runner import AgentEnd, AgentRunner, AgentSettin
 from headwater.workflows.agents.server import MODEL_NAME, EndpointServer
 from headwater.workflows.agents.session import Session, SessionRules
 from headwater.workflows.agents.threads import AgentThreads
-from headwater.workflows.agents.transcript import Node
+from headwater.workflows.agents.transcript import TurnPoint
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ def _read_reward(value: Any, session: Session, where: str) -> Score | dict[str, 
 
 
 def _by_completion(
-    episode: Episode, leaves: list[Node], rewards: Mapping[str, float], info: dict[str, Any]
+    episode: Episode, leaves: list[TurnPoint], rewards: Mapping[str, float], info: dict[str, Any]
 ) -> list[Trajectory]:
     """Trajectories with a reward per reply. Pieces of which no reply was named are left out."""
     trajectories = []

@@ -8,7 +8,7 @@ import pytest
 
 from headwater.backends.native.client import error_of
 from headwater.backends.native.places import engine_arguments
-from headwater.backends.native.requests import OpenRequest, OpenRequests
+from headwater.backends.native.requests import FramedRequest, OpenRequests
 from headwater.cli.serve import read_engine_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import (
@@ -51,9 +51,9 @@ class Scene:
             on_failed_engine=lambda why: self.events.append(why),
         )
 
-    def enter(self, number: int) -> OpenRequest:
+    def enter(self, number: int) -> FramedRequest:
         request = ModelRequest(f"r{number}", (5, 6), SamplingParams(max_new_tokens=9), 1, given_tokens=(30,))
-        opened = OpenRequest(number, request, self.answers.append)
+        opened = FramedRequest(number, request, self.answers.append)
         self.requests.enter(opened)
         return opened
 

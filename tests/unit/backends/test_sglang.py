@@ -21,7 +21,7 @@ from headwater.backends import BackendContext
 from headwater.backends.remote import requests as requests_module
 from headwater.backends.remote import servers as servers_module
 from headwater.backends.remote import session as session_module
-from headwater.backends.remote.http import Turns
+from headwater.backends.remote.http import StreamTurns
 from headwater.backends.remote.link import Garbage, Sending, Span
 from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
@@ -413,7 +413,7 @@ def test_an_aborted_request_returns_the_tokens_that_the_server_has():
 
 def test_streams_of_all_servers_share_the_connections_of_the_process():
     """Each engine has its own event loop."""
-    turns, together = Turns(2), []
+    turns, together = StreamTurns(2), []
 
     async def hold(ends: asyncio.Event) -> None:
         async with turns.turn():

@@ -25,7 +25,7 @@ from headwater.backends import BackendContext
 from headwater.backends.remote import servers
 from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import read_metrics
-from headwater.backends.remote.link import Chunk, Garbage, LinkLost, Sending, ServerInfo, Span
+from headwater.backends.remote.link import Garbage, LinkLost, Sending, ServerInfo, Span, StreamedTokens
 from headwater.backends.remote.requests import OpenRequest
 from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
 from headwater.backends.vllm.inprocess import InProcessLink
@@ -103,15 +103,15 @@ def test_tokens_of_unknown_version_are_generated_again() -> None:
     answers: list[object] = []
     opened = OpenRequest(0, request(), answers.append)
     opened.begin(3)
-    opened.extend(Chunk((1, 2), (-1.0, -2.0)))
+    opened.extend(StreamedTokens((1, 2), (-1.0, -2.0)))
     opened.weights_change()
-    opened.extend(Chunk((3,), (-3.0,)))
+    opened.extend(StreamedTokens((3,), (-3.0,)))
     assert opened.partial().output_tokens == (1, 2)
-    opened.extend(Chunk((3, 4), (-3.0, -4.0)))
+    opened.extend(StreamedTokens((3, 4), (-3.0, -4.0)))
     opened.end_stream((Span("3", 0, 3), Span("4", 3, 4)), {"3": 3, "4": 4}.get)
     assert opened.versions == [3, 3, 3, 4]
     opened.begin(4)
-    opened.extend(Chunk((5,), (-5.0,)))
+    opened.extend(StreamedTokens((5,), (-5.0,)))
     opened.end_stream((Span("4", 0, 1),), {"4": 4}.get)
     assert (opened.tokens, opened.versions) == ([1, 2, 3, 4, 5], [3, 3, 3, 4, 4])
     with pytest.raises(Garbage, match="did not publish"):
@@ -359,8 +359,8 @@ class DeadLink:
     async def set_label(self, label: str) -> bool:
         return True
 
-    async def stream(self, sending: Sending) -> AsyncIterator[Chunk]:
-        yield Chunk((7,), (-1.0,))
+    async def stream(self, sending: Sending) -> AsyncIterator[StreamedTokens]:
+        yield StreamedTokens((7,), (-1.0,))
         raise LinkLost("vLLM's engine has failed")
 
     async def check_alive(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from headwater.config.schema import LoraConfig
 from headwater.learner.lora import add_adapters
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 
 @pytest.fixture

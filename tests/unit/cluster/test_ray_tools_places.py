@@ -13,7 +13,7 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 
 from headwater.cluster import ray_workers
-from headwater.cluster.ray_workers import ActorEnded, Answer, RayTools
+from headwater.cluster.ray_workers import ActorEnded, RayTools, ToolReply
 
 
 class Method:
@@ -50,7 +50,7 @@ class Actor:
 
     def _call(self, entries: Any, order: Any) -> Reference:
         self.num_calls += 1
-        return Reference(Answer(order.instance_id, life=self.life) if self.is_up else RayActorError())
+        return Reference(ToolReply(order.instance_id, life=self.life) if self.is_up else RayActorError())
 
 
 def test_new_episodes_leave_out_an_actor_that_has_ended_until_it_is_back(monkeypatch):

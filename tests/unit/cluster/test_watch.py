@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from headwater.cluster import watch
-from headwater.cluster.watch import Watch
+from headwater.cluster.watch import RankWatch
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def ranks(monkeypatch):
     store, machines = HashStore(), threading.local()
     monkeypatch.setattr(watch, "_machine", lambda: machines.name)
 
-    def start(rank: int) -> Watch:
+    def start(rank: int) -> RankWatch:
         machines.name = f"machine {rank}"
-        return Watch(store, rank, 2)
+        return RankWatch(store, rank, 2)
 
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(start, range(2)))

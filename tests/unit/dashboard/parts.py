@@ -25,8 +25,7 @@ from headwater.dashboard.listen import bind
 from headwater.dashboard.runs import Place, Runs
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
 from headwater.observe.status_file import StatusFile
-from headwater.trainer.recorder import write_rollouts
-from headwater.trainer.token_table import write_tokens
+from headwater.trainer.tables import write_rollouts, write_tokens
 
 SCRIPT = "</script><script>alert(1)</script>"
 TEXT = f"café 🙂 {SCRIPT}"

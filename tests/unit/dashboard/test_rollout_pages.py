@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headwater.core.records import Trajectory
 from headwater.dashboard.vocabulary import Vocabulary
-from headwater.trainer.recorder import write_rollouts
+from headwater.trainer.tables import write_rollouts
 
 
 def test_steps_and_the_rollouts_of_one(client, runs_dir):

@@ -23,7 +23,8 @@ RANK, ALPHA = 4, 8
 class Adapted:
     """A model and the adapters of its linear layers, beside it or merged into it."""
 
-    def __init__(self, dtype: str, device: str, targets: tuple[str, ...] = ()) -> None:
+    def __init__(self, dtype: str, device: str, targets: tuple[str, ...] = (), alpha: float = ALPHA) -> None:
+        self._scale = alpha / RANK
         self.model = load_model(MODEL, dtype=dtype, device=device, seed=1)
         head = self.model.get_output_embeddings()
         layers = {name: each for name, each in self.model.named_modules() if isinstance(each, nn.Linear)}
@@ -52,7 +53,7 @@ class Adapted:
                 layer = name.removesuffix(".weight")
                 if layer in self.layers:
                     up, down = self.adapters[f"{layer}.lora_B"].float(), self.adapters[f"{layer}.lora_A"].float()
-                    weight = (weight.float() + up @ down * (ALPHA / RANK)).to(weight.dtype)
+                    weight = (weight.float() + up @ down * self._scale).to(weight.dtype)
                 yield name, weight
 
         return in_buckets(merged())
@@ -70,18 +71,20 @@ class Adapted:
 
 
 def engine(dtype: str, device: str, rank: int = 0, **settings: Any) -> Engine:
-    config = EngineConfig(kv_cache_gib=0.02, adapter_rank=rank, adapter_alpha=ALPHA, **settings)
+    config = EngineConfig(kv_cache_gib=0.02, adapter_rank=rank, **{"adapter_alpha": ALPHA, **settings})
     return Engine.load(MODEL, config, dtype=dtype, device=device, seed=3)
 
 
-def compared(dtype: str, device: str, *, targets: tuple[str, ...] = (), **settings: Any) -> tuple[float, float, float]:
+def compared(
+    dtype: str, device: str, *, adapter_targets: tuple[str, ...] = (), adapter_alpha: int = ALPHA, **settings: Any
+) -> tuple[float, float, float]:
     """Publish twice to an engine with adapters and to one with merged weights, and generate.
 
     The bytes of the second update over those of the first, and the largest and the mean difference of the log-probs of
     tokens that both have sampled from the same tokens.
     """
-    policy = Adapted(dtype, device, targets)
-    beside = engine(dtype, device, RANK, adapter_targets=targets, **settings)
+    policy = Adapted(dtype, device, adapter_targets, adapter_alpha)
+    beside = engine(dtype, device, RANK, adapter_targets=adapter_targets, adapter_alpha=adapter_alpha, **settings)
     merged = engine(dtype, device, **settings)
     alone = AdaptersAlone()
     try:

@@ -18,7 +18,7 @@ from headwater.weights.publish import AdaptersAlone, publish
 
 
 def test_log_probs_are_those_of_merged_weights_and_few_bytes_are_sent(monkeypatch):
-    for settings in ({}, {"deterministic": True, "targets": ("v_proj", "down_proj")}):
+    for settings in ({}, {"deterministic": True, "adapter_targets": ("v_proj", "down_proj"), "adapter_alpha": 12}):
         ratio, largest, _ = compared("float32", "cpu", **settings)
         assert ratio < 0.1
         assert 0 < largest < 1e-4

@@ -20,7 +20,7 @@ from headwater.learner.export import merged_weights
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import PackRow, pack_rows
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 MODEL = tiny.model()
 

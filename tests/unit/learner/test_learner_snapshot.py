@@ -9,7 +9,7 @@ import tiny
 from headwater.config.load import load_config
 from headwater.learner import snapshot
 from headwater.learner.build import LearnerSpec, build_learner
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 MODEL = "tiny:qwen3"
 

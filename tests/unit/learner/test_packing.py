@@ -16,7 +16,7 @@ from headwater.core.records import Trajectory
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import check_lengths, idle_pack, pack_rows, read_rows
 from headwater.models.packed_attention import BucketedAttention, Segments
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 MODEL = tiny.model()
 

@@ -10,7 +10,7 @@ import torch
 from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError
 from headwater.learner.build import LearnerSpec, build_learner
-from headwater.learner.residency import Residency
+from headwater.learner.optimizer import Residency
 
 CPU = torch.device("cpu")
 

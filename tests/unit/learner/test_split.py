@@ -14,7 +14,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
 from headwater.learner.engine import minibatches
 from headwater.learner.partition import balanced_parts, workload
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 examples = settings(deadline=None, max_examples=60)
 

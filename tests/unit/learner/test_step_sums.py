@@ -17,7 +17,7 @@ from headwater.learner.actor import Actor
 from headwater.learner.engine import StepSums, TrainEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.ranks import Ranks
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 RATIOS = ["ratio_p01", "ratio_p10", "ratio_p50", "ratio_p90", "ratio_p99"]
 

@@ -27,8 +27,8 @@ def engine(**settings) -> TrainEngine:
 @pytest.mark.parametrize("settings", [{}, {"max_tokens_per_microbatch": 40}, {"checkpoint_activations": True}])
 def test_same_bits_as_fsdp(settings):
     results = []
-    for at_once in (True, False):
-        learner = engine(convert_at_once=at_once, **settings)
+    for how in ({"convert_at_once": True}, {"convert_at_once": False}):
+        learner = engine(**how, **settings)
         policy = actor(learner)
         stats = [policy.update(experience(seed)) for seed in (1, 2)]
         logprobs = learner.compute(experience(3))["logprobs"]

@@ -29,7 +29,7 @@ from headwater.learner.engine import ForwardEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.models import packed_attention
 from headwater.models.packed_attention import Segments, use_packed_attention
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

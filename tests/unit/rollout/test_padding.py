@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.records import Trajectory
-from headwater.rollout.group import Group
-from headwater.rollout.padding import add_to_scores, pad_trajectories
+from headwater.rollout.group import Group, add_to_scores, pad_trajectories
 
 
 @settings(deadline=None, max_examples=25)

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from headwater.algorithms.diagnostics import staleness_histogram
 from headwater.core.records import NOT_SAMPLED, Trajectory
 from headwater.rollout.flight import Dispatch, version_runs
-from headwater.rollout.group import Group, PromptDraw
-from headwater.rollout.padding import add_to_scores, pad_trajectories
+from headwater.rollout.group import Group, PromptDraw, add_to_scores, pad_trajectories
 from headwater.rollout.snapshot import RolloutSnapshot
 from headwater.rollout.staleness import Finished
-from headwater.trainer.recorder import write_rollouts
+from headwater.trainer.tables import write_rollouts
 
 
 def sampled(num_tokens: int, sample: int) -> Trajectory:

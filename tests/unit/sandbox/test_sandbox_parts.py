@@ -46,7 +46,7 @@ def refuse(value: Any) -> Any:
 @given(PLAIN)
 def test_plain_values_survive_the_way(value: Any):
     left = frames.encode({"value": values.encode(value, refuse)})
-    reader = frames.Reader()
+    reader = frames.FrameReader()
     result = None
     while left:
         assert result is None
@@ -60,7 +60,7 @@ def test_plain_values_survive_the_way(value: Any):
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(raw: bytes):
-    reader = frames.Reader()
+    reader = frames.FrameReader()
     left = raw
     while left:
         piece, left = left[: reader.wants], left[reader.wants :]

@@ -16,7 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from headwater.core.records import ModelResponse, PromptScores
 from headwater.serving.openai.chat import ChatReply, read_chat
 from headwater.serving.openai.completions import CompletionReply, read_completion
-from headwater.serving.output import Piece, PieceMaker, TextRules, whole
+from headwater.serving.output import OutputPiece, PieceMaker, TextRules, whole
 
 EURO = tokenizer().encode("a€b")  # five tokens: the euro sign is three bytes
 
@@ -26,7 +26,7 @@ def response(tokens, stop_reason="length") -> ModelResponse:
     return ModelResponse((5,), tuple(tokens), tuple(-0.5 * i for i in range(count)), (3,) * count, stop_reason)
 
 
-def pieces(plan, tokens, stop_reason="length") -> list[Piece]:
+def pieces(plan, tokens, stop_reason="length") -> list[OutputPiece]:
     return [
         whole(response(tokens, stop_reason), tokenizer(), plan.shape.rules, with_offsets=plan.shape.logprobs)
         for _ in plan.requests

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from headwater.trainer.background_writer import BackgroundWriter
+from headwater.trainer.recorder import BackgroundWriter
 
 
 def test_everything_is_written_in_order():

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 from trainer.experience_parts import move_policy, training, trajectory
 
 from headwater.core.errors import DataError
-from headwater.rollout.group import Group, RolloutBatch
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import Group, RolloutBatch, pad_trajectories
 
 GAMMA, LAM = 0.9, 0.8
 ARGUMENTS = f"algorithm.advantage_args={{gamma: {GAMMA}, lam: {LAM}, whitened: false}}"

@@ -15,8 +15,7 @@ from trainer.experience_parts import batch, move_policy, policy_logprobs, scores
 from headwater.config.schema import Config
 from headwater.core.errors import DataError, MissingColumn, RunError
 from headwater.learner.export import merged_weights
-from headwater.rollout.group import Group, RolloutBatch
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import Group, RolloutBatch, pad_trajectories
 from headwater.trainer.experience import logprob_sources
 
 

@@ -122,8 +122,16 @@ def test_the_weights_of_pieces_count_only_what_corrections_kept():
 
 
 def test_every_setting_of_a_normalisation_changes_its_numbers():
-    for key, column in ((REWARDS, "rewards"), (ADVANTAGES, "advantages")):
-        for level, more in (("mean", "leave_one_out: true"), ("std", "unbiased: false"), ("std", "epsilon: 0.5")):
-            given = [f"{key}={{{level}_level: batch{end}}}" for end in ("", f", {more}")]
-            plain, changed = (training(*PLAIN_RETURNS, each).experience.make(batch(), version=0) for each in given)
-            assert (changed.data.batch[column] - plain.data.batch[column]).abs().max() > 1e-3, (key, more)
+    for level, more in [
+        ("mean", "algorithm.normalize_rewards.leave_one_out=true"),
+        ("std", "algorithm.normalize_rewards.unbiased=false"),
+        ("std", "algorithm.normalize_rewards.epsilon=0.5"),
+        ("mean", "algorithm.normalize_advantages.leave_one_out=true"),
+        ("std", "algorithm.normalize_advantages.unbiased=false"),
+        ("std", "algorithm.normalize_advantages.epsilon=0.5"),
+    ]:
+        section = ".".join(more.split(".")[:2])
+        column = section.rpartition("_")[2]
+        given = [f"{section}.{level}_level=batch"], [f"{section}.{level}_level=batch", more]
+        plain, changed = (training(*PLAIN_RETURNS, *each).experience.make(batch(), version=0) for each in given)
+        assert (changed.data.batch[column] - plain.data.batch[column]).abs().max() > 1e-3, more

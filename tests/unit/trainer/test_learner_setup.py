@@ -11,7 +11,7 @@ from trainer.experience_parts import batch, move_policy, policy_logprobs, traini
 from trainer.test_experience_reward_model import save_judge
 
 from headwater.core.errors import ConfigError
-from headwater.rollout.padding import pad_trajectories
+from headwater.rollout.group import pad_trajectories
 
 
 def test_the_policy_s_rate_falls_over_the_steps_it_takes():

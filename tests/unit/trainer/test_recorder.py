@@ -25,7 +25,8 @@ from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.staleness import RolloutCounts
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.metrics import RunFacts
-from headwater.trainer.recorder import Recorder, write_rollouts
+from headwater.trainer.recorder import Recorder
+from headwater.trainer.tables import write_rollouts
 from headwater.trainer.warm_start import WarmStartResult
 
 COUNTS = LedgerCounts(12, 8, 2, buffered=1, in_flight=1)

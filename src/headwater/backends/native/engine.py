@@ -30,7 +30,7 @@ from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_lengt
 from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.native.client import ConnectionLost
 from headwater.backends.native.places import ForeignServer, OwnServer, check_running, engine_arguments
-from headwater.backends.native.requests import OpenRequest
+from headwater.backends.native.requests import FramedRequest
 from headwater.backends.native.server import EngineChannel, NativeServer
 from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.config.schema import WeightEncoding, WeightTransfer
@@ -248,7 +248,7 @@ class NativeEngine:
         """The response to one request. Cancelling the caller ends the request."""
 
         def opened(deliver: Deliver) -> AbstractContextManager[None]:
-            return self._opened(OpenRequest(next(self._numbers), request, deliver))
+            return self._opened(FramedRequest(next(self._numbers), request, deliver))
 
         return await self._thread.answer(opened)
 
@@ -256,12 +256,12 @@ class NativeEngine:
         """Yield new tokens as they arrive; with a server that cannot stream, the complete response once."""
 
         def opened(deliver: Deliver, take: Callable[[Delta], None]) -> AbstractContextManager[None]:
-            return self._opened(OpenRequest(next(self._numbers), request, deliver, take))
+            return self._opened(FramedRequest(next(self._numbers), request, deliver, take))
 
         return self._thread.follow(opened)
 
     @contextmanager
-    def _opened(self, opened: OpenRequest) -> Iterator[None]:
+    def _opened(self, opened: FramedRequest) -> Iterator[None]:
         """A request that the server works on within the block."""
         self._thread.enter(lambda: self._server.enter(opened))
         try:

@@ -21,7 +21,7 @@ _MAX_STUCK = 4
 
 
 @dataclass(eq=False)
-class OpenRequest:
+class FramedRequest:
     """A request that a server works on, and the tokens that have arrived so far."""
 
     number: int
@@ -103,7 +103,7 @@ class OpenRequests:
     def __init__(self, spans: Spans, *, on_finish: Callable[[], None], on_failed_engine: Callable[[str], None]) -> None:
         """``on_failed_engine`` is called with the reason when a server reports that its engine has failed."""
         self.link: RequestLink | None = None
-        self._open: dict[int, OpenRequest] = {}
+        self._open: dict[int, FramedRequest] = {}
         self._spans = spans
         self._generating = ExitStack()
         self._on_finish = on_finish
@@ -117,13 +117,13 @@ class OpenRequests:
         """How many have tokens already."""
         return sum(bool(each.output) for each in list(self._open.values()))
 
-    def enter(self, opened: OpenRequest) -> None:
+    def enter(self, opened: FramedRequest) -> None:
         if not self._open:
             self._generating.enter_context(self._spans.span("generate"))
         self._open[opened.number] = opened
         self._send(opened)
 
-    def leave(self, opened: OpenRequest) -> None:
+    def leave(self, opened: FramedRequest) -> None:
         """The caller no longer waits for this request."""
         if opened.number in self._open:
             self._drop(opened)
@@ -203,12 +203,12 @@ class OpenRequests:
             self._drop(opened)
             opened.finish("abort")
 
-    def _send(self, opened: OpenRequest) -> None:
+    def _send(self, opened: FramedRequest) -> None:
         if self.link is not None:
             opened.was_sent = True
             self.link.post({"id": opened.number, "request": write_request(opened.rest())})
 
-    def _drop(self, opened: OpenRequest) -> None:
+    def _drop(self, opened: FramedRequest) -> None:
         del self._open[opened.number]
         if not self._open:
             self._generating.close()

@@ -16,7 +16,7 @@ from typing import Any
 from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
 from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
 from headwater.backends.native.places import ForeignServer, OwnServer
-from headwater.backends.native.requests import OpenRequest, OpenRequests
+from headwater.backends.native.requests import FramedRequest, OpenRequests
 from headwater.core.errors import RolloutFailed, TransferLost, WeightsIncomplete
 from headwater.core.protocols import MemoryTag
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
@@ -95,7 +95,7 @@ class NativeServer:
 
     # Requests and calls
 
-    def enter(self, opened: OpenRequest) -> None:
+    def enter(self, opened: FramedRequest) -> None:
         if self.keeper.failure is not None:
             opened.fail(self.keeper.failure)
         elif self._hands_over and not self.keeper.is_settled:

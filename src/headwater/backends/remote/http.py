@@ -129,7 +129,7 @@ class HttpCalls:
             return reply.status, await reply.text(errors="replace")
 
 
-class Turns:
+class StreamTurns:
     """How many streams may be open at the same time, over all servers. They belong to several event loops."""
 
     def __init__(self, most: int) -> None:
@@ -173,9 +173,9 @@ class Turns:
 
 
 @cache
-def _stream_turns() -> Turns:
+def _stream_turns() -> StreamTurns:
     """Each stream is a connection. Those beyond the limit of open files wait; control calls do not."""
-    return Turns(max(_FEWEST_STREAMS, allow_many_descriptors() - _SPARE_FILES))
+    return StreamTurns(max(_FEWEST_STREAMS, allow_many_descriptors() - _SPARE_FILES))
 
 
 _MEASURED = {

@@ -85,7 +85,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StreamedTokens:
     """New tokens of one request."""
 
     tokens: tuple[int, ...] = ()
@@ -106,7 +106,7 @@ class ServerLink(Protocol):
     """One connection to one server. Belongs to one event loop. Every call raises ``LinkLost`` if the server is gone."""
 
     async def describe(self) -> ServerInfo: ...
-    def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
+    def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
         """The answer to a request. Closing the generator ends the request."""
         ...
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from headwater.backends.remote.link import Chunk, Garbage, Sending, ServerLink, Span
+from headwater.backends.remote.link import Garbage, Sending, ServerLink, Span, StreamedTokens
 from headwater.backends.remote.model import ServedWeights
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Tokenizer
@@ -93,7 +93,7 @@ class OpenRequest:
         self.num_sent += 1
         self.sent_version = version
 
-    def extend(self, chunk: Chunk) -> None:
+    def extend(self, chunk: StreamedTokens) -> None:
         if not chunk.tokens:
             return
         if self.started is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from headwater.backends.remote.http import HttpCalls
-from headwater.backends.remote.link import Chunk, Garbage, PauseMode, Sending, ServerInfo, read_spans
+from headwater.backends.remote.link import Garbage, PauseMode, Sending, ServerInfo, StreamedTokens, read_spans
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.protocols import MemoryTag
 from headwater.core.randomness import derive_key
@@ -30,7 +30,7 @@ _NUM_CHARACTERS_SHOWN = 200
 
 
 @dataclass(frozen=True)
-class Dialect:
+class SglangDialect:
     """How to talk to one range of versions."""
 
     since: tuple[int, int, int]
@@ -46,10 +46,10 @@ class Dialect:
 
 
 DIALECTS = (
-    Dialect((0, 5, 20), labels_tokens=True, has_pause_modes=True, has_seeds=True, info_prefix="/"),
-    Dialect((0, 5, 6), labels_tokens=False, has_pause_modes=True, has_seeds=True, info_prefix="/"),
-    Dialect((0, 5, 4), labels_tokens=False, has_pause_modes=False, has_seeds=True, info_prefix="/get_"),
-    Dialect((0, 5, 0), labels_tokens=False, has_pause_modes=False, has_seeds=False, info_prefix="/get_"),
+    SglangDialect((0, 5, 20), labels_tokens=True, has_pause_modes=True, has_seeds=True, info_prefix="/"),
+    SglangDialect((0, 5, 6), labels_tokens=False, has_pause_modes=True, has_seeds=True, info_prefix="/"),
+    SglangDialect((0, 5, 4), labels_tokens=False, has_pause_modes=False, has_seeds=True, info_prefix="/get_"),
+    SglangDialect((0, 5, 0), labels_tokens=False, has_pause_modes=False, has_seeds=False, info_prefix="/get_"),
 )
 """The newest first. A version between two rows speaks the older of the two. From the source code of these versions."""
 
@@ -57,7 +57,7 @@ OLDEST = DIALECTS[-1]
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
-def dialect_of(version: str) -> Dialect:
+def dialect_of(version: str) -> SglangDialect:
     """The row of the table for a version such as ``0.5.6.post2``."""
     found = _VERSION.match(version)
     number = tuple(int(part or 0) for part in found.groups()) if found else (0, 0, 0)
@@ -100,7 +100,7 @@ class SglangLink(HttpCalls):
         path = "/health" if self.is_ours else f"{self.dialect.info_prefix}model_info"
         await self._call("GET", path, limit_s=_ALIVE_LIMIT_S)
 
-    async def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
         """The answer as one chunk, or as it is generated if the caller wants that."""
         body = write_request(sending, self.dialect)
         self._num_streams += 1
@@ -164,7 +164,7 @@ class SglangLink(HttpCalls):
         await self._call("POST", "/resume_memory_occupation", {"tags": list(tags)}, is_text=True)
 
 
-def read_info(told: Mapping[str, Any], model: Mapping[str, Any], dialect: Dialect) -> ServerInfo:
+def read_info(told: Mapping[str, Any], model: Mapping[str, Any], dialect: SglangDialect) -> ServerInfo:
     """From ``/server_info`` and ``/model_info``."""
     can: Mapping[str, Any] = told.get("capabilities") or {}
     # Older versions tell only the seed that a process has chosen. The label of its weights differs, too.
@@ -186,7 +186,7 @@ def read_info(told: Mapping[str, Any], model: Mapping[str, Any], dialect: Dialec
     )
 
 
-def write_request(sending: Sending, dialect: Dialect) -> dict[str, Any]:
+def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
     """The body of ``/generate``. Stop strings are not sent: the session looks for them."""
     request = sending.request
     sampling, num_given = request.sampling, len(request.given_tokens)
@@ -213,7 +213,7 @@ def write_request(sending: Sending, dialect: Dialect) -> dict[str, Any]:
     }
 
 
-def read_answer(text: str, num_read: int = 0) -> Chunk:
+def read_answer(text: str, num_read: int = 0) -> StreamedTokens:
     """An answer of ``/generate``, or an event of its stream after ``num_read`` tokens.
 
     The tokens are taken from their log-probs, which every version returns.
@@ -237,7 +237,7 @@ def read_answer(text: str, num_read: int = 0) -> Chunk:
         if not logprob <= 0.01:  # also for NaN
             raise LogitsBroken(f"SGLang reports the log-prob {logprob} for token {token}: its logits are not numbers")
     tokens, logprobs = tuple(token for _, token in pairs), tuple(min(each, 0.0) for each, _ in pairs)
-    return Chunk(tokens, logprobs, None if ended is None else _STOP_REASONS[ended["type"]], spans, label)
+    return StreamedTokens(tokens, logprobs, None if ended is None else _STOP_REASONS[ended["type"]], spans, label)
 
 
 def _shown(value: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headwater.backends.remote.http import HttpCalls
-from headwater.backends.remote.link import Chunk, PauseMode, Sending, ServerInfo
+from headwater.backends.remote.link import PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.vllm.wire import dialect_of, read_event, write_request
 from headwater.core.errors import ConfigError, RequestError, RolloutFailed
 from headwater.core.protocols import MemoryTag
@@ -62,7 +62,7 @@ class VllmLink(HttpCalls):
             told = answer["vllm_config"]
         return told
 
-    async def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
         body = write_request(sending, self._dialect)
         async with aclosing(self._events("/inference/v1/generate", body)) as events:
             async for data in events:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.backends import BackendContext
-from headwater.backends.remote.link import Chunk, Garbage, LinkLost, PauseMode, Sending, ServerInfo
+from headwater.backends.remote.link import Garbage, LinkLost, PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import engine_settings
@@ -111,7 +111,7 @@ class InProcessLink:
             has_own_worker=True,
         )
 
-    async def stream(self, sending: Sending) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -123,7 +123,7 @@ class InProcessLink:
                 async for output in outputs:
                     yield self._read(output.outputs[0])
 
-    def _read(self, output: Any) -> Chunk:
+    def _read(self, output: Any) -> StreamedTokens:
         """As if it had come over HTTP."""
         entries = [
             {"token_id": token, "token": f"token_id:{token}", "logprob": step[token].logprob}

@@ -1,6 +1,6 @@
 """Requests and answers of vLLM's token interface (``/inference/v1/generate``), and what differs between versions.
 
-The body of a request is the same over HTTP and in this process. An answer is a stream of ``Chunk``.
+The body of a request is the same over HTTP and in this process. An answer is a stream of ``StreamedTokens``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.backends.remote.link import Chunk, Garbage, LinkLost, Sending, read_spans
+from headwater.backends.remote.link import Garbage, LinkLost, Sending, StreamedTokens, read_spans
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.randomness import derive_key
 from headwater.core.records import StopReason
@@ -25,7 +25,7 @@ _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abo
 
 
 @dataclass(frozen=True)
-class Dialect:
+class VllmDialect:
     """How to talk to one range of versions."""
 
     since: tuple[int, int]
@@ -41,15 +41,17 @@ class Dialect:
 
 
 DIALECTS = (
-    Dialect((0, 32), has_integer_logprobs=True, labels_tokens=True, batches_stream=True, releases_cache_alone=True),
-    Dialect((0, 23), has_integer_logprobs=False, labels_tokens=False, batches_stream=False, releases_cache_alone=False),
+    VllmDialect((0, 32), has_integer_logprobs=True, labels_tokens=True, batches_stream=True, releases_cache_alone=True),
+    VllmDialect(
+        (0, 23), has_integer_logprobs=False, labels_tokens=False, batches_stream=False, releases_cache_alone=False
+    ),
 )
 """The newest first. A version between two rows speaks the older of the two."""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
-def dialect_of(version: str) -> Dialect:
+def dialect_of(version: str) -> VllmDialect:
     """The row of the table for a version such as ``0.32.0+cpu``."""
     found = _VERSION.match(version)
     number = (int(found[1]), int(found[2])) if found else (0, 0)
@@ -60,7 +62,7 @@ def dialect_of(version: str) -> Dialect:
     raise RolloutFailed(f"vLLM {version} is not supported; install vLLM {oldest} or newer for the server")
 
 
-def write_request(sending: Sending, dialect: Dialect) -> dict[str, Any]:
+def write_request(sending: Sending, dialect: VllmDialect) -> dict[str, Any]:
     """The body that asks for the tokens after ``request.given_tokens``.
 
     Stop strings are not sent: the session looks for them, so that they are found where other backends find them, also
@@ -96,7 +98,7 @@ def write_request(sending: Sending, dialect: Dialect) -> dict[str, Any]:
     }
 
 
-def read_event(data: str, dialect: Dialect) -> Chunk | None:
+def read_event(data: str, dialect: VllmDialect) -> StreamedTokens | None:
     """One event of the stream; ``None`` for events without tokens or an end."""
     try:
         event = json.loads(data)
@@ -108,7 +110,7 @@ def read_event(data: str, dialect: Dialect) -> Chunk | None:
         raise Garbage(f"{type(error).__name__}: {error}; the event: {_shown(data)}") from error
 
 
-def read_choice(choice: Mapping[str, Any], dialect: Dialect) -> Chunk:
+def read_choice(choice: Mapping[str, Any], dialect: VllmDialect) -> StreamedTokens:
     tokens = tuple(int(token) for token in choice.get("token_ids") or ())
     entries = ((choice.get("logprobs") or {}).get("content") or ()) if tokens else ()
     if len(entries) != len(tokens):
@@ -129,7 +131,7 @@ def read_choice(choice: Mapping[str, Any], dialect: Dialect) -> Chunk:
     if ended is not None and ended not in _STOP_REASONS:
         raise Garbage(f"the finish reason {ended!r}: {_shown(choice)}")
     spans = read_spans(choice.get("weight_versions"))
-    return Chunk(tokens, tuple(logprobs), None if ended is None else _STOP_REASONS[ended], spans)
+    return StreamedTokens(tokens, tuple(logprobs), None if ended is None else _STOP_REASONS[ended], spans)
 
 
 def _failure(error: Mapping[str, Any]) -> Exception:

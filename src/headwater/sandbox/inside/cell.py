@@ -1,6 +1,6 @@
 """The first process of a cell: receives a program from the owner, gives up all privileges, and becomes the program.
 
-``Place`` is where the program runs: its scratch folder, and the view of the file system around it. In a test of a
+``CellPlace`` is where the program runs: its scratch folder, and the view of the file system around it. In a test of a
 program, ``serve_calls`` is the program's side.
 """
 
@@ -28,7 +28,7 @@ _MAX_FILES = 10_000
 
 
 @dataclass(frozen=True)
-class Place:
+class CellPlace:
     """A scratch folder with a folder to work in."""
 
     scratch: str
@@ -59,7 +59,7 @@ class Place:
             self.write(name, base64.b64decode(contents))
 
 
-def prepare_nested(user_id: int, group_id: int, max_file_bytes: int) -> Place:
+def prepare_nested(user_id: int, group_id: int, max_file_bytes: int) -> CellPlace:
     """In new namespaces: mount an own scratch folder and an own /proc over those that this process inherited."""
     linux.map_own_user(USER_ID, user_id, group_id)
     linux.mount("", "/", "", linux.MS_REC | linux.MS_PRIVATE)
@@ -80,9 +80,9 @@ def mount_proc() -> None:
         linux.mount("proc", "/proc", "proc", flags)
 
 
-def prepare_folder(scratch: str) -> Place:
+def prepare_folder(scratch: str) -> CellPlace:
     """Use a scratch folder that is there already."""
-    place = Place(scratch)
+    place = CellPlace(scratch)
     os.mkdir(place.work)
     os.chdir(place.work)
     os.environ.update(HOME=place.work, TMPDIR=scratch, PWD=place.work)
@@ -109,7 +109,7 @@ class Cell:
         self._bounds = bounds
         self._own_virtual_bytes = own_virtual_bytes
 
-    def run(self, kind: str, place: Place) -> NoReturn:
+    def run(self, kind: str, place: CellPlace) -> NoReturn:
         """Receive a program, say that all is ready, and run it. This process ends with it."""
         request = frames.read(self._links.data)
         if request is None:
@@ -130,7 +130,7 @@ class Cell:
             run_program(place.program)
         os._exit(1)
 
-    def _run_tests(self, place: Place) -> None:
+    def _run_tests(self, place: CellPlace) -> None:
         """Fork the program, then become the process of the tests that judge it.
 
         The program is forked before the tests are read from the owner, so they are not in its memory. The process of
@@ -175,7 +175,7 @@ def _nowhere() -> int:
     return os.open("/dev/null", os.O_RDWR)
 
 
-def _open_input(place: Place, text: str) -> int:
+def _open_input(place: CellPlace, text: str) -> int:
     """Standard input is a file without a name."""
     if not text:
         return _nowhere()

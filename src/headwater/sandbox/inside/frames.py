@@ -15,7 +15,7 @@ class BrokenFrame(Exception):
     """The other side closed its end in the middle of a message, or sent something that is not a message."""
 
 
-class Reader:
+class FrameReader:
     """Puts one message together from its pieces."""
 
     def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -62,7 +62,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def read(descriptor: int) -> dict[str, Any] | None:
     """Read one message from a blocking descriptor; None if the other side has closed its end."""
-    reader = Reader()
+    reader = FrameReader()
     while True:
         piece = os.read(descriptor, reader.wants)
         if not piece:

@@ -27,7 +27,7 @@ from headwater.sandbox.inside.cell import (
     NAMESPACES,
     Cell,
     CellLinks,
-    Place,
+    CellPlace,
     prepare_folder,
     prepare_nested,
     reset_signals,
@@ -187,7 +187,7 @@ class Zygote:
         finally:
             os._exit(1)
 
-    def _prepare(self, request: dict[str, Any]) -> Place:
+    def _prepare(self, request: dict[str, Any]) -> CellPlace:
         if self._mode == "nested":
             return prepare_nested(*self._user, request["scratch_bytes"])
         return prepare_folder(request["scratch"] or "/tmp")

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 SOCKETS = web.AppKey("sockets", weakref.WeakSet[web.WebSocketResponse])
 
 
-class Connection:
+class RequestSocket:
     """The requests of one WebSocket, by the client's numbers. They end when the connection closes.
 
     Many requests share a connection, so a rollout with thousands of requests needs one socket and one handshake. A
@@ -158,7 +158,7 @@ async def connect(request: web.Request) -> web.WebSocketResponse:
     socket = web.WebSocketResponse(max_msg_size=state.options.max_body_bytes, compress=False)
     await socket.prepare(request)
     request.app[SOCKETS].add(socket)
-    connection = Connection(state, socket)
+    connection = RequestSocket(state, socket)
     try:
         async for message in socket:
             if message.type is WSMsgType.TEXT:

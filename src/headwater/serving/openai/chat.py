@@ -27,7 +27,7 @@ from headwater.serving.openai.plan import (
     usage,
 )
 from headwater.serving.openai.tools import ToolMessage, ToolUse, for_template
-from headwater.serving.output import Piece, token_bytes, token_text
+from headwater.serving.output import OutputPiece, token_bytes, token_text
 from headwater.serving.prompt import ModelLimits
 
 KIND = "chat.completion"
@@ -221,7 +221,7 @@ class ChatReply:
         self._begun: set[int] = set()
         self._messages: dict[int, ToolMessage] = {}
 
-    def whole(self, pieces: Sequence[Piece], version: int) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[OutputPiece], version: int) -> dict[str, Any]:
         reply: dict[str, Any] = {
             **head(self._plan, KIND),
             "system_fingerprint": fingerprint(version),
@@ -232,7 +232,7 @@ class ChatReply:
             reply["prompt_token_ids"] = self._plan.requests[0].input_tokens
         return reply
 
-    def chunks(self, place: int, piece: Piece, version: int) -> list[dict[str, Any]]:
+    def chunks(self, place: int, piece: OutputPiece, version: int) -> list[dict[str, Any]]:
         """First the role, then text, then a separate chunk with the finish reason, as OpenAI does."""
         shape = self._plan.shape
         chunks = []
@@ -255,7 +255,7 @@ class ChatReply:
     def last_chunk(self, num_completion_tokens: int, version: int) -> dict[str, Any]:
         return {**self._chunk([], version), "usage": usage(self._plan, num_completion_tokens)}
 
-    def _deltas(self, place: int, piece: Piece) -> list[dict[str, Any]]:
+    def _deltas(self, place: int, piece: OutputPiece) -> list[dict[str, Any]]:
         if self._plan.calls is None:
             return [{"content": piece.text}] if piece.text else []
         return self._message(place, self._plan.calls).take(piece.text, is_last=piece.stop_reason is not None)
@@ -268,7 +268,7 @@ class ChatReply:
             self._messages[place] = ToolMessage(stream, is_parallel=calls.is_parallel)
         return self._messages[place]
 
-    def _ending(self, place: int, piece: Piece) -> str | None:
+    def _ending(self, place: int, piece: OutputPiece) -> str | None:
         has_calls = place in self._messages and self._messages[place].has_calls
         return "tool_calls" if has_calls and piece.stop_reason == "stop" else piece.stop_reason
 
@@ -278,7 +278,7 @@ class ChatReply:
             chunk["usage"] = None
         return chunk
 
-    def _whole_choice(self, place: int, piece: Piece) -> dict[str, Any]:
+    def _whole_choice(self, place: int, piece: OutputPiece) -> dict[str, Any]:
         shape = self._plan.shape
         message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
         if self._plan.calls is not None:
@@ -294,7 +294,9 @@ class ChatReply:
             choice["token_ids"] = piece.tokens
         return choice
 
-    def _delta(self, place: int, delta: dict[str, Any], piece: Piece | None, ending: str | None) -> dict[str, Any]:
+    def _delta(
+        self, place: int, delta: dict[str, Any], piece: OutputPiece | None, ending: str | None
+    ) -> dict[str, Any]:
         shape = self._plan.shape
         choice: dict[str, Any] = {"index": place, "delta": delta, "logprobs": None, "finish_reason": ending}
         if piece is not None and shape.logprobs:
@@ -303,7 +305,7 @@ class ChatReply:
             choice["token_ids"] = piece.tokens
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: OutputPiece) -> dict[str, Any]:
         tops = piece.top_logprobs or ((),) * len(piece.tokens)
         content = [
             {**self._entry(token, logprob), "top_logprobs": [self._entry(*each) for each in top]}

@@ -19,7 +19,7 @@ from headwater.serving.openai.plan import (
     refuse_unsupported,
     usage,
 )
-from headwater.serving.output import Offsets, Piece, token_text
+from headwater.serving.output import Offsets, OutputPiece, token_text
 from headwater.serving.prompt import ModelLimits
 
 KIND = "text_completion"
@@ -102,7 +102,7 @@ class CompletionReply:
         self._tokenizer = tokenizer
         self._begun: set[int] = set()
 
-    def whole(self, pieces: Sequence[Piece], version: int) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[OutputPiece], version: int) -> dict[str, Any]:
         return {
             **head(self._plan, KIND),
             "system_fingerprint": fingerprint(version),
@@ -110,7 +110,7 @@ class CompletionReply:
             "usage": usage(self._plan, sum(len(piece.tokens) for piece in pieces)),
         }
 
-    def chunks(self, place: int, piece: Piece, version: int) -> list[dict[str, Any]]:
+    def chunks(self, place: int, piece: OutputPiece, version: int) -> list[dict[str, Any]]:
         shape = self._plan.shape
         first = place not in self._begun
         self._begun.add(place)
@@ -128,7 +128,7 @@ class CompletionReply:
             chunk["usage"] = None
         return chunk
 
-    def _choice(self, place: int, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _choice(self, place: int, piece: OutputPiece, *, first: bool) -> dict[str, Any]:
         shape = self._plan.shape
         prompt = self._prompt(place) if shape.echo else ""
         choice: dict[str, Any] = {
@@ -147,7 +147,7 @@ class CompletionReply:
         tokens, skip = self._plan.requests[place].input_tokens, self._plan.shape.rules.skip_special_tokens
         return self._tokenizer.decode(tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
 
-    def _logprobs(self, place: int, piece: Piece, num_prompt_characters: int, *, first: bool) -> dict[str, Any]:
+    def _logprobs(self, place: int, piece: OutputPiece, num_prompt_characters: int, *, first: bool) -> dict[str, Any]:
         request, shape = self._plan.requests[place], self._plan.shape
         tokens, offsets = piece.tokens, tuple(num_prompt_characters + offset for offset in piece.offsets)
         logprobs: tuple[float | None, ...] = piece.logprobs

@@ -12,7 +12,7 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar, ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_text, is_integer
-from headwater.serving.output import Piece, TextRules, token_text
+from headwater.serving.output import OutputPiece, TextRules, token_text
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import GuideFields, checked_params, read_min_p, read_stops, sample_keys
 
@@ -123,7 +123,7 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     names: dict[str, tuple[str, ...]] = {}
     for place, (rid_of_prompt, tokens) in enumerate(zip(_rids(rid, len(prompts), is_batch), prompts, strict=True)):
         prompt_field = f"{prompts_field}[{place}]" if is_batch else prompts_field
-        read = SamplingFields.read(sampling[place], limits, num_prompt=len(tokens), prompt_field=prompt_field)
+        read = SglangSampling.read(sampling[place], limits, num_prompt=len(tokens), prompt_field=prompt_field)
         limits.check_count(len(samples) + read.num_samples, "sampling_params.n")
         ids = tuple(_engine_id(rid_of_prompt) for _ in range(read.num_samples))
         names[rid_of_prompt] = ids
@@ -209,7 +209,7 @@ def _name(value: Any, field: str) -> str:
 
 
 @dataclass(frozen=True)
-class SamplingFields:
+class SglangSampling:
     """``sampling_params``, with SGLang's names and defaults."""
 
     num_samples: int
@@ -218,7 +218,7 @@ class SamplingFields:
     rules: TextRules
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], limits: ModelLimits, num_prompt: int, prompt_field: str) -> SamplingFields:
+    def read(cls, values: Mapping[str, Any], limits: ModelLimits, num_prompt: int, prompt_field: str) -> SglangSampling:
         fields = Fields(values, "sampling_params")
         asked = fields.optional_integer("max_new_tokens", minimum=1)
         max_new_tokens = limits.num_new_tokens(
@@ -292,7 +292,7 @@ class GenerateReply:
         self._logprobs: list[tuple[float, int, str | None]] = []
         self._finish: dict[str, Any] | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputPiece) -> None:
         self._text += piece.text
         self._tokens.extend(piece.tokens)
         self._versions.extend(piece.versions)

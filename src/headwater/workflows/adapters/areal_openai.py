@@ -25,7 +25,7 @@ from headwater.serving.openai.responses import completion_id
 from headwater.workflows.adapters.journal import Journal, current_journal
 from headwater.workflows.agents.api import answer_call
 from headwater.workflows.agents.session import Session, SessionRules
-from headwater.workflows.agents.transcript import Node
+from headwater.workflows.agents.transcript import TurnPoint
 
 try:
     import httpx
@@ -86,7 +86,7 @@ class _Lines(httpx.AsyncByteStream):
 class Interaction:
     """One reply of the model, with the tokens before it."""
 
-    node: Node
+    node: TurnPoint
     reward: float = 0.0
     is_whole: bool = False
     """Whether all replies before this one are trained with it (``concat``), or only this one (``individual``)."""

@@ -16,7 +16,7 @@ CHAT, RESPONSES = "chat/completions", "responses"
 
 
 @dataclass(frozen=True)
-class Answer:
+class ApiReply:
     """A reply, complete or as a stream of events."""
 
     body: dict[str, Any] | None
@@ -35,7 +35,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
 
-async def answer_call(session: Session, path: str, body: Mapping[str, Any]) -> Answer:
+async def answer_call(session: Session, path: str, body: Mapping[str, Any]) -> ApiReply:
     """The answer to a call of ``chat/completions`` or ``responses``. Errors are ``HeadwaterError``."""
     with session.counting(is_answer=False):
         if path not in (CHAT, RESPONSES):
@@ -48,13 +48,13 @@ async def answer_call(session: Session, path: str, body: Mapping[str, Any]) -> A
         chat = body if path == CHAT else chat_body(body, _history(session, body))
         call = read_call(chat, session.sampling)
     if path == CHAT:
-        return Answer(None, session.stream(call)) if call.shape.stream else Answer(await session.answer(call))
+        return ApiReply(None, session.stream(call)) if call.shape.stream else ApiReply(await session.answer(call))
     writer = ResponseWriter(body)
     if call.shape.stream:
-        return Answer(None, _stored(session, body, writer.events(session.stream(call))))
+        return ApiReply(None, _stored(session, body, writer.events(session.stream(call))))
     made = writer.whole(await session.answer(call))
     _store(session, body, made)
-    return Answer(made)
+    return ApiReply(made)
 
 
 def _history(session: Session, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:

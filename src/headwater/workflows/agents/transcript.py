@@ -33,22 +33,22 @@ class NoRoom(RolloutFailed):
 
 
 @dataclass(eq=False)
-class Node:
+class TurnPoint:
     """A place where the model may reply: the beginning of a piece, or the end of a reply."""
 
     turn: int
     """Replies so far in this piece; 0 at its beginning."""
     episode: Episode | None
     """The piece up to here. None after a call has continued it: ``heir`` then has these tokens too."""
-    heir: Node | None = None
+    heir: TurnPoint | None = None
     is_busy: bool = False
     """Whether a call is continuing this node."""
     completion_id: str = ""
     message: Message = field(default_factory=dict)
     """The reply as the client received it."""
-    parent: Node | None = None
+    parent: TurnPoint | None = None
 
-    def holder(self) -> Node:
+    def holder(self) -> TurnPoint:
         """The node that has the tokens up to here, possibly followed by others."""
         node = self
         while node.episode is None:
@@ -56,9 +56,9 @@ class Node:
             node = node.heir
         return node
 
-    def path(self) -> Iterator[Node]:
+    def path(self) -> Iterator[TurnPoint]:
         """The replies of this piece, the last one first."""
-        node: Node | None = self
+        node: TurnPoint | None = self
         while node is not None and node.turn:
             yield node
             node = node.parent
@@ -70,7 +70,7 @@ class Draft:
 
     piece: Episode
     _transcript: Transcript
-    _node: Node
+    _node: TurnPoint
     _key: str
     """Of the conversation before the reply."""
     _continues: bool
@@ -78,7 +78,7 @@ class Draft:
     def commit(self, completion_id: str, message: Message) -> None:
         """Keep the reply, which the client receives as ``message``."""
         self.close()
-        node = Node(
+        node = TurnPoint(
             turn=self._node.turn + 1,
             episode=self.piece,
             completion_id=completion_id,
@@ -99,14 +99,14 @@ class Transcript:
     """The pieces of one episode."""
 
     root: Episode
-    _nodes: dict[str, list[Node]] = field(default_factory=dict)
+    _nodes: dict[str, list[TurnPoint]] = field(default_factory=dict)
     """By the key of the conversation up to there."""
-    _replies: list[Node] = field(default_factory=list)
+    _replies: list[TurnPoint] = field(default_factory=list)
     _labels: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         key = self._start_key(prefix_keys(self.root.prompt.messages, {}))
-        self._nodes[key] = [Node(0, self.root)]
+        self._nodes[key] = [TurnPoint(0, self.root)]
 
     def open(self, messages: Sequence[Message], template_args: Mapping[str, Any]) -> Draft:
         """Prepare an answer to ``messages``, which are not empty. Raises ``NoRoom`` if they do not fit.
@@ -128,7 +128,7 @@ class Transcript:
             node.is_busy = True
         return Draft(piece, self, node, keys[-1], continues)
 
-    def add(self, node: Node, key: str) -> None:
+    def add(self, node: TurnPoint, key: str) -> None:
         """A reply, with the key of the conversation up to and including it."""
         self._nodes.setdefault(key, []).append(node)
         self._replies.append(node)
@@ -138,24 +138,24 @@ class Transcript:
         return len(self._replies)
 
     @property
-    def last(self) -> Node | None:
+    def last(self) -> TurnPoint | None:
         """The newest reply."""
         return self._replies[-1] if self._replies else None
 
     @property
-    def replies(self) -> tuple[Node, ...]:
+    def replies(self) -> tuple[TurnPoint, ...]:
         """All replies, in the order of their completion."""
         return tuple(self._replies)
 
     def completion_ids(self) -> set[str]:
         return {node.completion_id for node in self._replies}
 
-    def leaves(self) -> list[Node]:
+    def leaves(self) -> list[TurnPoint]:
         """The last reply of every piece, in an order that does not depend on the order of calls."""
         leaves = [node for node in self._replies if node.episode is not None]
         return sorted(leaves, key=lambda node: node.episode.tokens if node.episode is not None else ())
 
-    def _find(self, keys: Sequence[str]) -> tuple[Node | None, int]:
+    def _find(self, keys: Sequence[str]) -> tuple[TurnPoint | None, int]:
         """The node that has most of the conversation, and how many of the messages it has."""
         for count in range(len(keys) - 1, 0, -1):  # at least one message follows a reply
             if nodes := self._nodes.get(keys[count - 1]):
@@ -164,13 +164,13 @@ class Transcript:
             return nodes[0], len(keys)
         return None, 0
 
-    def _begin(self, messages: Sequence[Message], template_args: Mapping[str, Any], keys: Sequence[str]) -> Node:
+    def _begin(self, messages: Sequence[Message], template_args: Mapping[str, Any], keys: Sequence[str]) -> TurnPoint:
         piece = self._keyed(self.root.branch(messages, template_args=template_args, label=self._label(keys[-1])))
-        node = Node(0, piece)
+        node = TurnPoint(0, piece)
         self._nodes[self._start_key(keys)] = [node]
         return node
 
-    def _branch(self, node: Node, key: str) -> Episode:
+    def _branch(self, node: TurnPoint, key: str) -> Episode:
         episode = node.holder().episode
         assert episode is not None
         return self._keyed(episode.branch(turn=node.turn, label=self._label(key)))
@@ -187,7 +187,7 @@ class Transcript:
         return piece
 
     @staticmethod
-    def _tell(piece: Episode, node: Node, messages: Sequence[Message]) -> None:
+    def _tell(piece: Episode, node: TurnPoint, messages: Sequence[Message]) -> None:
         content = node.message.get("content") or ""
         if node.turn and not piece.tell(messages, tool_calls=_calls_of(node.message), content=content):
             raise NoRoom(f"the messages after the model's reply do not fit: {_room(piece)}")
