@@ -15,6 +15,7 @@ import numpy as np
 from headwater.core.errors import HeadwaterError
 from headwater.core.records import DropKind
 from headwater.dashboard.metric_texts import texts
+from headwater.dashboard.plain_values import finite
 from headwater.dashboard.rollout_files import FOLDERS
 from headwater.dashboard.runs import Run
 from headwater.dashboard.series import mean_lag, sampled
@@ -348,15 +349,6 @@ def _message(diagnosis: Diagnosis) -> str:
 
 def _joined(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-def finite(value: object) -> float | None:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            return float(value) if math.isfinite(value) else None
-        except OverflowError:
-            return None
-    return None
 
 
 def _changed(path: Path) -> float | None:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
+from headwater.dashboard.plain_values import finite, floats
 from headwater.dashboard.rollout_files import FACTS, OpenFile, RolloutFile, Source
 from headwater.dashboard.rollout_query import read_rows, step_facts
-from headwater.dashboard.rollout_row import MOST_CHARACTERS, ROW_COLUMNS, decimal, messages_of, row_of, text
+from headwater.dashboard.rollout_row import MOST_CHARACTERS, ROW_COLUMNS, messages_of, row_of, text
 from headwater.dashboard.runs import Run
-from headwater.dashboard.series import jsonable as floats
 
 _GROUP_CHARACTERS = 20_000
 _MOST_STEPS = 200
@@ -56,12 +56,12 @@ def _group(uid: str, facts: NDArray[np.void]) -> dict[str, Any]:
     return {
         "uid": uid,
         "num": len(facts),
-        "reward_mean": decimal(rewards.mean()),
-        "reward_min": decimal(rewards.min()),
-        "reward_max": decimal(rewards.max()),
-        "spread": decimal(rewards.max() - rewards.min()),
+        "reward_mean": finite(rewards.mean()),
+        "reward_min": finite(rewards.min()),
+        "reward_max": finite(rewards.max()),
+        "spread": finite(rewards.max() - rewards.min()),
         "rewards": floats(rewards),
-        "length_mean": decimal(facts["length"].mean()),
+        "length_mean": finite(facts["length"].mean()),
         "turns_max": int(facts["turns"].max()),
         "failures": int(facts["failures"].sum()),
         "first": (int(facts["file"][0]), int(facts["row"][0])),
@@ -139,8 +139,8 @@ def _at_step(step: int, facts: NDArray[np.void], files: Sequence[RolloutFile], p
     return {
         "step": step,
         "rewards": floats(facts["reward"]),
-        "reward_mean": decimal(facts["reward"].mean()),
-        "length_mean": decimal(facts["length"].mean()),
+        "reward_mean": finite(facts["reward"].mean()),
+        "length_mean": finite(facts["length"].mean()),
         "best": shown[places[0]],
         "worst": shown[places[1]],
     }

@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
+from headwater.dashboard.plain_values import finite, floats, jsonable
 from headwater.dashboard.rollout_files import OpenFile, RolloutFile, Source, parse_id
 from headwater.dashboard.rollout_row import (
     MOST_CHARACTERS,
     ROW_COLUMNS,
-    decimal,
-    jsonable,
     messages_of,
     parsed,
     response_length,
@@ -25,7 +24,6 @@ from headwater.dashboard.rollout_row import (
     text,
 )
 from headwater.dashboard.runs import Run
-from headwater.dashboard.series import jsonable as floats
 from headwater.dashboard.vocabulary import Vocabulary
 
 VALUES = ("logprobs", "learner_logprobs", "advantages", "returns", "values", "reference_logprobs", "entropies")
@@ -167,7 +165,7 @@ def rollout(run: Run, id: str, cache: TokenCache) -> dict[str, Any]:
         "messages": messages_of(values.get("messages")),
         "info": parsed(values.get("info"), {}),
         "reward_info": {name.removeprefix("reward_"): jsonable(values.get(name)) for name in extra},
-        "turn_rewards": [decimal(each) for each in values.get("turn_rewards", ())],
+        "turn_rewards": [finite(each) for each in values.get("turn_rewards", ())],
         "columns": columns,
         "exact_bytes": run.vocabulary.is_exact(),
         "policy_versions": sorted({int(each) for each in np.unique(tokens.versions) if each != _NOT_SAMPLED}),
@@ -190,7 +188,7 @@ def _siblings(opened: OpenFile, file: RolloutFile, values: Mapping[str, Any]) ->
     uids = table.get("uid", [])
     samples, rewards = (table.get(name) or [None] * len(uids) for name in ("sample", "reward"))
     return [
-        {"id": file.id_of(place), "sample": samples[place], "reward": decimal(rewards[place])}
+        {"id": file.id_of(place), "sample": samples[place], "reward": finite(rewards[place])}
         for place, uid in enumerate(uids)
         if uid == values.get("uid")
     ]
@@ -213,9 +211,9 @@ def ranges(tokens: Tokens) -> dict[str, list[float]]:
     found = {}
     difference = tokens.difference
     for name, values in {**tokens.values, **({} if difference is None else {"difference": difference})}.items():
-        finite = values[np.isfinite(values)]
-        if len(finite):
-            found[name] = [float(finite.min()), float(finite.max())]
+        known = values[np.isfinite(values)]
+        if len(known):
+            found[name] = [float(known.min()), float(known.max())]
     return found
 
 
@@ -284,8 +282,8 @@ def mismatches(run: Run, id: str, cache: TokenCache, count: int) -> dict[str, An
             {
                 "place": place,
                 "difference": float(difference[place]),
-                "logprob": decimal(tokens.values["logprobs"][place]),
-                "learner_logprob": decimal(tokens.values["learner_logprobs"][place]),
+                "logprob": finite(tokens.values["logprobs"][place]),
+                "learner_logprob": finite(tokens.values["learner_logprobs"][place]),
                 "text": _text_at(run.vocabulary, tokens, place),
             }
             for place in order.tolist()

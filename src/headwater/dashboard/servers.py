@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from headwater.dashboard.overview import engine_numbers, finite
-from headwater.dashboard.rollout_row import jsonable
+from headwater.dashboard.overview import engine_numbers
+from headwater.dashboard.plain_values import finite, jsonable
 
 _LIMIT_S = 3.0
 _MOST_BYTES = 1 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headwater.dashboard.overview import trace_files
-from headwater.dashboard.record_log import number
+from headwater.dashboard.plain_values import number
 from headwater.dashboard.runs import Run
 from headwater.dashboard.series import STAGES
 from headwater.observe.trace import TRACKS
