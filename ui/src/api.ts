@@ -6,7 +6,7 @@ export interface Info {
   version: string;
   runs_dir: string;
   is_export: boolean;
-  exported: { run: string; rollout: string | null; time: number; cuts?: string[] } | null;
+  exported: { run: string; rollout: string | null; time: number; contents?: string[] } | null;
   servers: string[];
   single_run: string | null;
   time: number;
@@ -154,9 +154,7 @@ export interface Timeline extends WithProblems {
   began: number;
   total: [number, number];
   window: [number, number];
-  rows: { name: string; text: string; bars: [number, number, number, string][]; is_placed?: boolean }[];
-  /** False if an earlier part of the run is not in it. */
-  is_whole?: boolean;
+  rows: { name: string; text: string; bars: [number, number, number, string][]; /** False if only the length of bars is known, not when in the step they were. */ is_place_known?: boolean }[];
   marks: { at: number; step: number }[];
   num_left_out: number;
 }
@@ -188,7 +186,7 @@ export interface EngineNow {
 export interface EngineChart {
   title: string;
   unit: string;
-  format: "number" | "share" | "short";
+  format: "number" | "percent" | "short";
   keys: string[];
 }
 
@@ -199,7 +197,8 @@ export interface Engine extends WithProblems {
   version: Maybe;
   engine: EngineNow | null;
   servers: ServerRow[];
-  history: { steps: number[]; series: Record<string, Series>; charts: EngineChart[] };
+  history: { steps: number[]; series: Record<string, Series> };
+  charts: EngineChart[];
   capacity: Maybe;
 }
 
@@ -252,7 +251,6 @@ export interface Rollouts extends WithProblems {
   ended_by: string[];
   rollouts: Row[];
   next_cursor?: string | null;
-  is_sorted?: boolean;
 }
 
 export interface GroupRow {
@@ -336,7 +334,7 @@ export interface Rollout extends WithProblems {
   ranges: Record<string, [Maybe, Maybe]>;
   is_cut?: boolean;
   /** In an exported file: how many tokens, from the first, it has. */
-  num_exported?: number;
+  num_tokens_in_file?: number;
 }
 
 export type Values = Maybe[] | null | undefined;

@@ -80,7 +80,7 @@ export function App() {
         </button>
       </header>
       <main id="main" class="page" tabIndex={-1}>
-        <Cuts cuts={info.data?.exported?.cuts} />
+        <Contents of={info.data?.exported?.contents} />
         {info.error ? (
           <Failed error={info.error} retry={info.reload} />
         ) : info.data === null ? (
@@ -112,12 +112,12 @@ function Page({ place, info }: { place: Place; info: Info }) {
   return <Failed error={{ code: "not_found", message: "There is no page at this address." }} />;
 }
 
-/** What an exported file does not have. */
-function Cuts({ cuts }: { cuts?: string[] }) {
-  if (!cuts?.length) return null;
+/** What an exported file has of a run, and what it has not. */
+function Contents({ of }: { of?: string[] }) {
+  if (!of?.length) return null;
   return (
-    <div class="cuts" role="note" aria-label="What is not in this file">
-      {cuts.map((each) => (
+    <div class="contents" role="note" aria-label="What is in this file">
+      {of.map((each) => (
         <p key={each}>{each}</p>
       ))}
     </div>

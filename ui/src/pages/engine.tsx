@@ -6,7 +6,7 @@ import { Chart } from "../parts/chart";
 import { Fact, Meter } from "../parts/small";
 import { Empty, Shown } from "../parts/states";
 
-const FORMATS: Record<string, (value: Maybe | undefined) => string> = { number, share: percent, short };
+const FORMATS: Record<string, (value: Maybe | undefined) => string> = { number, percent, short };
 
 export function EnginePage({ name }: { name: string }) {
   const answer = useAnswer<Engine>(["runs", name, "engine"], {}, ["status", "metrics"]);
@@ -23,7 +23,7 @@ export function EnginePage({ name }: { name: string }) {
             </Empty>
           ) : null}
           <div class="charts">
-            {(data.history.charts ?? []).map((chart) => {
+            {(data.charts ?? []).map((chart) => {
               const curves = chart.keys.flatMap((key) => {
                 const series = data.history.series[key];
                 return series ? [{ label: key.slice(key.indexOf("/") + 1), values: series.mean, low: series.min, high: series.max }] : [];

@@ -119,7 +119,7 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
   const first = Math.min(rollout.prompt_length, Math.max(0, rollout.num_tokens - 1));
   const at = place.query.has("at") ? Math.min(Math.max(0, rollout.num_tokens - 1), Math.max(0, Number(place.query.get("at")) || 0)) : first;
   const offset = place.query.has("page") ? Number(place.query.get("page")) : Math.floor(at / PAGE) * PAGE;
-  const numShown = Math.min(rollout.num_tokens, rollout.num_exported ?? rollout.num_tokens);
+  const numShown = Math.min(rollout.num_tokens, rollout.num_tokens_in_file ?? rollout.num_tokens);
   const [pointed, setPointed] = useState<number | null>(null);
   const [hasBorders, setBorders] = useState(true);
   const [asked, setAsked] = useState(false);
@@ -163,11 +163,6 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
           <li><span class="tok is-inserted">inserted</span></li>
           <li><span class="tok is-retokenised">earlier reply</span></li>
         </ul>
-        {numShown < rollout.num_tokens ? (
-          <p class="cuts" role="note">
-            This file has the first {number(numShown)} of {number(rollout.num_tokens)} tokens. The others are only in the run.
-          </p>
-        ) : null}
         {answer.error ? <Failed error={answer.error} retry={answer.reload} /> : null}
         {!answer.error && !answer.data ? <Loading what="the tokens" /> : null}
         <Problems of={answer.data} />

@@ -127,7 +127,7 @@ function RolloutList({ name, source, step, place }: { name: string; source: stri
             )}
             {data.next_cursor ? (
               <p>
-                The search stopped after {number(data.searched)} rollouts.{" "}
+                The search stopped after {number(data.searched)} rollouts, newest steps first.{get("sort") ? " What it found in them is sorted." : ""}{" "}
                 <button type="button" onClick={() => setQuery({ cursor: data.next_cursor, offset: null })}>
                   Search on
                 </button>
@@ -172,8 +172,8 @@ function Filters({ data, get, change }: { data: Rollouts | null; get: (key: stri
   const any = (values: string[] | undefined): [string, string][] => [["", "any"], ...(values ?? []).map((each): [string, string] => [each, each])];
   return (
     <div class="bar filters" role="group" aria-label="Sort and filter">
-      {data?.is_sorted === false ? <span>Found texts are listed newest first</span> : <Choice label="Sort by" value={get("sort") || "place"} options={SORTS} onChange={(sort) => change({ sort: sort === "place" ? null : sort, order: null })} />}
-      {get("sort") && data?.is_sorted !== false ? (
+      <Choice label="Sort by" value={get("sort") || "place"} options={SORTS} onChange={(sort) => change({ sort: sort === "place" ? null : sort, order: null })} />
+      {get("sort") ? (
         <button type="button" onClick={() => change({ order: get("order") === "asc" ? null : "asc" })}>
           {get("order") === "asc" ? "Least first" : "Most first"}
         </button>

@@ -36,7 +36,7 @@ export function TimelinePage({ name }: { name: string }) {
       </Empty>
     );
   }
-  const loose = data.rows.filter((row) => row.is_placed === false).map((row) => row.name);
+  const loose = data.rows.filter((row) => row.is_place_known === false).map((row) => row.name);
   return (
     <>
       <Problems of={data} />
@@ -45,7 +45,6 @@ export function TimelinePage({ name }: { name: string }) {
         {data.source === "trace"
           ? "From the run's trace. A bar is a time in which at least one span of its name was open; bars that are too narrow to see are joined."
           : "Drawn from the stages of each step, because the run has no trace. Train with trainer.trace=true to see when exactly things were done."}
-        {data.is_whole === false ? " The run was started several times, and only the newest start is shown." : ""}
         {loose.length ? ` Of ${loose.join(" and ")} only the length in each step is known, not when it was: these pale bars begin with their step.` : ""}
         {" Drag to move, Ctrl and the wheel to zoom."}
         {data.num_left_out ? ` ${number(data.num_left_out)} older bars were not kept.` : ""}
@@ -130,11 +129,11 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
         if (end < from || begin > to) continue;
         const [left, right] = [x(begin), x(end)];
         context.fillStyle = line(theme, KINDS[row.name] ?? 6);
-        context.globalAlpha = row.is_placed === false ? 0.45 : 1;
+        context.globalAlpha = row.is_place_known === false ? 0.45 : 1;
         context.fillRect(left, y + 5, Math.max(1, right - left), ROW - 10);
         context.globalAlpha = 1;
         if (label && right - left > 46) {
-          context.fillStyle = colour(row.is_placed === false ? "--text" : "--surface");
+          context.fillStyle = colour(row.is_place_known === false ? "--text" : "--surface");
           context.fillText(label, Math.max(left, LEFT) + 5, y + ROW / 2, right - Math.max(left, LEFT) - 8);
         }
       }
@@ -172,7 +171,7 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
         <button type="button" onClick={() => move(0.5)} aria-label="Later">▶</button>
         <button type="button" onClick={() => zoom(0.5)} aria-label="Zoom in">+</button>
         <button type="button" onClick={() => zoom(2)} aria-label="Zoom out">−</button>
-        <button type="button" onClick={whole}>{data.is_whole === false ? "Whole trace" : "Whole run"}</button>
+        <button type="button" onClick={whole}>Whole run</button>
         <button type="button" onClick={() => setWindow(null)}>Newest</button>
       </div>
       <div
