@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,18 +82,8 @@ def group(run: Run, source: Source, step: int, uid: str) -> dict[str, Any]:
         file = files[file_number]
         its = chosen[chosen["file"] == file_number]["row"].tolist()
         with OpenFile(file) as opened:
-            read = opened.rows(its, (*ROW_COLUMNS, "messages", "ground_truth"))
-        first = first or read[0]
-        for row, values in zip(its, read, strict=True):
-            response = text(values.get("response"))
-            rows.append(
-                {
-                    **row_of(file.id_of(row), values),
-                    "response": response[:_GROUP_CHARACTERS],
-                    "is_cut": len(response) > _GROUP_CHARACTERS,
-                    "messages": messages_of(values.get("messages")),
-                }
-            )
+            first = first or opened.row(its[0], ("prompt", "data_source", "ground_truth"))
+            rows += opened.rows(its, (*ROW_COLUMNS, "messages"), partial(_sample, file))
     return {
         "uid": uid,
         "step": step,
@@ -102,6 +93,17 @@ def group(run: Run, source: Source, step: int, uid: str) -> dict[str, Any]:
         "ground_truth": text(first.get("ground_truth"))[:MOST_CHARACTERS],
         "rollouts": rows,
         "problems": problems,
+    }
+
+
+def _sample(file: RolloutFile, row: int, values: dict[str, Any]) -> dict[str, Any]:
+    """A row with its whole text."""
+    response = text(values.get("response"))
+    return {
+        **row_of(file.id_of(row), values),
+        "response": response[:_GROUP_CHARACTERS],
+        "is_cut": len(response) > _GROUP_CHARACTERS,
+        "messages": messages_of(values.get("messages")),
     }
 
 

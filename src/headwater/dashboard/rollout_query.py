@@ -344,11 +344,11 @@ def read_rows(file: RolloutFile, rows: Sequence[int], problems: list[str]) -> di
         return {}
     with opened:
         try:
-            values = opened.rows(rows, ROW_COLUMNS)
+            listed = opened.rows(rows, ROW_COLUMNS, lambda row, values: row_of(file.id_of(row), values))
         except Refused as refused:
             problems.append(refused.message)
             return {}
-    return {row: row_of(file.id_of(row), each) for row, each in zip(rows, values, strict=True)}
+    return dict(zip(rows, listed, strict=True))
 
 
 def list_steps(run: Run, source: Source) -> dict[str, Any]:

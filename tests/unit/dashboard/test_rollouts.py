@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -197,6 +200,45 @@ def test_a_million_tokens_are_paged(tmp_path):
         assert page["advantages"] is None, "a column of another length is left out"
         assert client.error("/runs/first/tokens", 400, id="step_000009:0", limit=100_000)[0] == "bad_request"
         assert client.get("/runs/first/mismatches", id="step_000009:0")["tokens"][0]["difference"] == 0.25
+
+
+_OPEN_LONG = """
+import re, sys
+from pathlib import Path
+
+from headwater.dashboard.answers import Answers
+from headwater.dashboard.encoding import encoded
+from headwater.dashboard.runs import Place, Runs
+
+answers = Answers(Runs(Place.of(Path(sys.argv[1]))))
+listed = answers.of_run("first", "rollouts", {"step": "9"})["rollouts"]
+assert [row["advantage"] for row in listed] == [0.5] * len(listed)
+for row in listed:
+    for what in ("rollout", "tokens", "mismatches"):
+        encoded(answers.of_run("first", what, {"id": row["id"]}))
+most_kb = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
+print(len(listed), int(most_kb) // 1024)
+"""
+
+
+def test_opening_rollouts_of_a_million_tokens_takes_little_memory(tmp_path):
+    """Two of them, with all columns, in a process of their own."""
+    run, count, num_rows = make_run(tmp_path, num_steps=1), 1_000_000, 2
+    rng, table = np.random.default_rng(0), pq.read_table(save_step(run, 2)).slice(0, num_rows)
+    offsets = pa.array(np.arange(num_rows + 1) * count, pa.int32())
+    noise = pa.array(-rng.random(num_rows * count, np.float32))
+    ids, ones = pa.array(rng.integers(6, 500, num_rows * count)), pa.array(np.ones(num_rows * count, np.int64))
+    whole = {"tokens": ids, "loss_mask": ones, "versions": ones, "advantages": pa.array(np.full(len(ids), 0.5))}
+    for name in ("logprobs", "learner_logprobs", "returns", "values", "reference_logprobs", "entropies"):
+        whole[name] = noise.cast(pa.float64()) if name == "logprobs" else noise
+    kept = table.drop_columns([name for name in whole if name in table.column_names])
+    for name, values in whole.items():
+        kept = kept.append_column(name, pa.ListArray.from_arrays(offsets, values))
+    pq.write_table(kept, run.path / "rollouts" / "step_000009.parquet", row_group_size=1)
+    done = subprocess.run([sys.executable, "-c", _OPEN_LONG, run.path], check=True, capture_output=True, text=True)
+    opened, most_mb = map(int, done.stdout.split())
+    assert opened == num_rows
+    assert most_mb < 240, "with an index over a million rollouts, it is to stay below 300"
 
 
 def test_a_step_that_was_computed_again_is_shown_once(tmp_path):
