@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import headwater
 from headwater.dashboard import rollout_groups, rollout_view, series, settings
@@ -111,7 +112,7 @@ class Answers:
 
     def _metrics(self, run: Run, given: Parameters) -> dict[str, Any]:
         kind = one_of(given, "kind", KINDS, "train")
-        keys = [key for key in need(given, "keys").split(",") if key]
+        keys = [unquote(key) for key in need(given, "keys").split(",") if key]
         if len(keys) > _MOST_KEYS:
             raise bad_request(f"keys: at most {_MOST_KEYS} metrics can be asked for at once.")
         points = whole(given, "points", 1000, low=20, high=series.MOST_POINTS) or 1000
