@@ -193,7 +193,7 @@ def test_a_running_server_is_shown(chrome: Any, runs: Path) -> None:
     server = Running().start()
     try:
         server.ready()
-        body = json.dumps({"prompt": "12+34=", "max_new_tokens": 8, "ignore_eos": True}).encode()
+        body = json.dumps({"text": "12+34=", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True}}).encode()
         with urllib.request.urlopen(urllib.request.Request(f"{server.url}/generate", body), timeout=300) as reply:
             assert reply.status == 200
         with closing(Dashboard(runs, "--server", server.url)) as served, page_of(chrome, served.url) as page:
