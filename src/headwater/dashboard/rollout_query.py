@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -282,9 +283,13 @@ def _matching(found: _Found, text: str) -> list[NDArray[np.bool_]]:
 
 
 def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
-    """Search the texts from the newest step to the oldest, for a limited time."""
+    """Search the texts from the newest step to the oldest, for a limited time. What was found is sorted as asked. In
+    the order of place, it is enough to find a page; in any other, the best may come last."""
     until = time.monotonic() + _SEARCH_S
-    order = np.argsort(_places(found), kind="stable")
+    is_by_place = query.sort == "place"
+    most = query.offset + query.limit if is_by_place else math.inf
+    places = _places(found)
+    order = np.argsort(places if query.is_ascending or not is_by_place else -places, kind="stable")
     begin = 0
     if query.cursor:
         match = _CURSOR.fullmatch(query.cursor)
@@ -295,8 +300,8 @@ def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
     hits: list[Facts] = []
     num_hits = searched = 0
     for number_ in order[begin:].tolist():
-        if time.monotonic() > until or num_hits >= query.offset + query.limit:
-            return _joined(hits), searched, str(number_)
+        if searched and (time.monotonic() > until or num_hits >= most):
+            return _ordered(_joined(hits), query, places), searched, str(number_)
         of_file = _joined([found.blocks[block][first:last] for block, first, last in spans.get(number_, ())])
         searched += len(of_file)
         of_file = of_file[_mask(of_file, query, found.names)]
@@ -305,7 +310,12 @@ def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
             with opened:
                 hits.append(of_file[opened.matching(query.text)[of_file["row"]]])
             num_hits += len(hits[-1])
-    return _joined(hits), searched, None
+    return _ordered(_joined(hits), query, places), searched, None
+
+
+def _ordered(facts: Facts, query: Query, places: NDArray[np.int64]) -> Facts:
+    keys, place = _keys(facts, query, places)
+    return facts[np.lexsort((place, keys))]
 
 
 def _spans(found: _Found) -> dict[int, list[tuple[int, int, int]]]:

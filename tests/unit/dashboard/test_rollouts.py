@@ -77,6 +77,11 @@ def test_listings_over_all_steps(client):
     more = client.get("/runs/first/rollouts", text="needle", limit=200, cursor=first["next_cursor"])
     assert more["total"] == 8
     assert client.error("/runs/first/rollouts", 400, text="needle", cursor="../x")[0] == "bad_request"
+    by_reward = client.get("/runs/first/rollouts", text="needle", sort="reward", order="asc", limit=5, offset=1)
+    assert by_reward["total"] == 12
+    assert [row["reward"] for row in by_reward["rollouts"]] == pytest.approx([1.1, 1.2, 1.3, 2.0, 2.1])
+    oldest = client.get("/runs/first/rollouts", text="needle", sort="place", order="desc", limit=2)
+    assert [row["id"] for row in oldest["rollouts"]] == ["step_000001:3", "step_000001:2"]
 
 
 def test_groups_side_by_side_and_a_prompt_over_steps(client):
