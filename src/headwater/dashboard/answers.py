@@ -9,7 +9,9 @@ from urllib.parse import unquote
 
 import headwater
 from headwater.dashboard import rollout_groups, rollout_view, series, settings
+from headwater.dashboard.engine_view import engine
 from headwater.dashboard.errors import bad_request
+from headwater.dashboard.ledger_view import ledger
 from headwater.dashboard.overview import Overview
 from headwater.dashboard.record_log import KINDS
 from headwater.dashboard.rollout_query import (
@@ -48,9 +50,9 @@ class Answers:
             "metrics": self._metrics,
             "staleness": lambda run, given: self._of_records(run, "train", series.staleness),
             "stages": lambda run, given: self._of_records(run, "train", series.stages),
-            "ledger": lambda run, given: self._overview.ledger(run),
+            "ledger": lambda run, given: ledger(run, self._overview.diagnosis(run).life.is_over),
             "doctor": lambda run, given: self._overview.doctor(run),
-            "engine": lambda run, given: self._overview.engine(run),
+            "engine": lambda run, given: engine(run, self._overview.diagnosis(run)),
             "timeline": self._timeline,
             "steps": lambda run, given: list_steps(run, source_in(given)),
             "rollouts": lambda run, given: list_rollouts(run, Query.of(given)),

@@ -30,13 +30,19 @@ class Watch:
 
     def changed(self) -> tuple[dict[str, list[str]], list[str]]:
         """The parts of each run that changed, and the runs that no longer exist."""
-        now = {run.name: run.parts() for run in self._runs.all() if self._name in (None, run.name)}
+        now = self._runs.stamps() if self._name is None else self._stamps_of(self._name)
         before, self._seen = self._seen, now
         changes = {
             name: [part for part, stamp in parts.items() if before.get(name, {}).get(part) != stamp]
             for name, parts in now.items()
         }
         return {name: parts for name, parts in changes.items() if parts}, sorted(before.keys() - now.keys())
+
+    def _stamps_of(self, name: str) -> dict[str, dict[str, object]]:
+        try:
+            return {name: self._runs.get(name).parts()}
+        except Refused:
+            return {}
 
 
 async def stream(

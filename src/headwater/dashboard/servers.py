@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from headwater.dashboard.overview import engine_numbers
+from headwater.dashboard.engine_view import engine_numbers
 from headwater.dashboard.plain_values import finite, jsonable
 
 _LIMIT_S = 3.0

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from headwater.dashboard.overview import trace_files
 from headwater.dashboard.plain_values import number
 from headwater.dashboard.runs import Run
 from headwater.dashboard.series import STAGES
@@ -82,7 +81,7 @@ class Timelines:
         }
 
     def _whole(self, run: Run) -> Timeline:
-        traces = trace_files(run.path)
+        traces = run.trace_files()
         stamps = [(path.stat().st_mtime_ns, path.stat().st_size) for path in traces if path.exists()]
         with run.records.lock:
             run.records.refresh()
