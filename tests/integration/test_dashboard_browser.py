@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from broken_runs import MILLION, SCRIPT, make_damaged, make_hostile, make_huge
 from browsing import Dashboard, browser, names_of, page_of, serious_findings, settled, until
 from command import CUT_DOWN, headwater, start_headwater
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard_browser")]
 
-SCRIPT = "</pre><script>window.wasRun = 1</script><img src=x onerror='window.wasRun = 2'>"
-MILLION = 1_000_000
 PAGE_TOKENS = 4096
 
 
@@ -43,42 +41,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, chrome: Any) -> Path:
     make_huge(folder / "huge")
     make_damaged(folder / "damaged")
     return folder
-
-
-def make_hostile(run: Path) -> None:
-    """Script where a model, a dataset or a log can put text."""
-    file = run / "rollouts" / "step_000003.parquet"
-    table = pq.read_table(file)
-    messages = json.dumps([{"role": "user", "content": SCRIPT}, {"role": "assistant", "content": SCRIPT}])
-    for name, text in (("prompt", SCRIPT), ("response", SCRIPT), ("messages", messages), ("ground_truth", SCRIPT)):
-        place = table.schema.get_field_index(name)
-        table = table.set_column(place, name, pa.array([text] * len(table), pa.string()))
-    pq.write_table(table, file)
-    status = json.loads((run / "status.json").read_text())
-    status["notices"] = [SCRIPT]
-    (run / "status.json").write_text(json.dumps(status))
-
-
-def make_huge(run: Path) -> None:
-    """One rollout with a million tokens more."""
-    file = run / "rollouts" / "step_000003.parquet"
-    rows = pq.read_table(file)
-    first = rows.slice(0, 1).to_pylist()[0]
-    length = len(first["tokens"])
-    for name, value in first.items():
-        if isinstance(value, list) and len(value) == length:
-            first[name] = value + [value[-1]] * MILLION
-    first["response_length"] += MILLION
-    pq.write_table(pa.Table.from_pylist([first], schema=rows.schema), file)
-
-
-def make_damaged(run: Path) -> None:
-    """A run that was copied while it was written."""
-    for name in ("metrics.jsonl", "status.json", "config.yaml", "ledger.jsonl"):
-        content = (run / name).read_bytes()
-        (run / name).write_bytes(content[: len(content) * 2 // 3])
-    file = run / "rollouts" / "step_000003.parquet"
-    file.write_bytes(file.read_bytes()[:500])
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +370,7 @@ def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -
             page.locator("figure.chart", has_text="Entropy").wait_for()
             page.get_by_role("link", name="Engine", exact=True).click()
             page.get_by_text("As the run wrote it").wait_for()
-            page.locator("figure.chart", has_text="Requests").wait_for()
+            page.get_by_role("heading", name="Requests", exact=True).wait_for()
             page.get_by_role("link", name="Overview", exact=True).click()
             until(page, f"{steps} > {seen}")
             page.get_by_text("finished").first.wait_for()
