@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headwater.dashboard.arrow_arrays import numbers_of
 from headwater.dashboard.errors import Refused, bad_request, not_found, unreadable
+from headwater.dashboard.record_log import Resumes
 
 T = TypeVar("T")
 Values = dict[str, Any]
@@ -57,6 +58,8 @@ class RolloutFile:
     """The beginning of the ids of its rollouts, such as ``eval.step_000003``."""
     step: int
     part: int
+    number: int
+    """1, or which of the files of this step it is, if the step was computed more than once."""
     path: Path
 
     def id_of(self, row: int) -> str:
@@ -96,8 +99,8 @@ class AllNames:
 class RolloutFiles:
     """The files of one source. Of files of the same step, only the newest one counts: the step was computed again."""
 
-    def __init__(self, run: Path, source: Source, resumes: Callable[[], Sequence[tuple[int, float]]] = tuple) -> None:
-        """``resumes`` gives the steps from which the run was resumed, and when."""
+    def __init__(self, run: Path, source: Source, resumes: Callable[[], Resumes] = Resumes) -> None:
+        """``resumes`` tells what the run's metrics say about resumes now."""
         self.source = source
         self.folder = run / FOLDERS[source]
         self._resumes = resumes
@@ -143,24 +146,24 @@ class RolloutFiles:
 
     def _look(self) -> None:
         try:
-            stamp = (self.folder.stat().st_mtime_ns, len(resumes := list(self._resumes())))
+            stamp = (self.folder.stat().st_mtime_ns, resumes := self._resumes())
         except OSError:
             self._stamp, self._files, self._by_key, self._by_step = (), [], {}, {}
             return
         if stamp == self._stamp:
             return
-        newest: dict[tuple[int, int], tuple[int, RolloutFile]] = {}
+        newest: dict[tuple[int, int], RolloutFile] = {}
         by_key = {}
         for path in self.folder.iterdir():
             if (match := _NAME.fullmatch(path.name)) is None:
                 continue
             step, part, number = int(match[1]), int(match[2] or 1), int(match[3] or 1)
             prefix = "eval." if self.source == "eval" else ""
-            file = by_key[f"{prefix}{path.stem}"] = RolloutFile(f"{prefix}{path.stem}", step, part, path)
-            if number >= newest.get((step, part), (0, file))[0]:
-                newest[step, part] = number, file
-        files = [file for _, (_, file) in sorted(newest.items())]
-        if resumes:
+            file = by_key[f"{prefix}{path.stem}"] = RolloutFile(f"{prefix}{path.stem}", step, part, number, path)
+            if number >= newest.get((step, part), file).number:
+                newest[step, part] = file
+        files = [file for _, file in sorted(newest.items())]
+        if resumes.times:
             files = [file for file in files if not _is_superseded(file, resumes)]
         self._stamp, self._files, self._by_key = stamp, files, by_key
         self._by_step = {}
@@ -168,13 +171,19 @@ class RolloutFiles:
             self._by_step.setdefault(file.step, []).append(file)
 
 
-def _is_superseded(file: RolloutFile, resumes: Iterable[tuple[int, float]]) -> bool:
-    """Whether the run was resumed from an earlier step after the file was written."""
+def _is_superseded(file: RolloutFile, resumes: Resumes) -> bool:
+    """Whether the run was resumed from an earlier step after the file was written.
+
+    Each time that a step was computed, it got a record and a file. If its records are invalid, so are as many files,
+    also in a copy whose files have other times. The time tells it of a file whose record was never written.
+    """
+    if file.number <= resumes.gone.get(file.step, 0):
+        return True
     try:
         written = file.path.stat().st_mtime
     except OSError:
         return False
-    return any(file.step > step and written < at for step, at in resumes)
+    return any(file.step > step and written < at for step, at in resumes.times)
 
 
 def parse_id(text: str) -> tuple[Source, str, int]:
@@ -269,7 +278,7 @@ class OpenFile:
         table = self.read(light)
         facts = np.zeros(self.num_rows, FACTS)
         facts["file"], facts["row"] = number, np.arange(self.num_rows)
-        facts["gap"] = np.nan
+        facts["gap"] = facts["reward"] = np.nan
         for name, field in _NUMBERS.items():
             if name in table.column_names:
                 facts[field] = _numbers(table[name], FACTS[field])
@@ -317,7 +326,7 @@ def _value(column: Any, place: int) -> Any:
 
 def _numbers(column: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        return np.zeros(len(column), dtype)
+        return np.full(len(column), np.nan if dtype.kind == "f" else 0, dtype)
     values: NDArray[np.float64] = numbers_of(column).astype(np.float64)
     if dtype.kind == "f":
         return values.astype(dtype)

@@ -41,7 +41,9 @@ def groups(
     found = [_group(uid, facts[of_uid]) for uid, of_uid in places.items()]
     if sort != "place":
         name = {"reward": "reward_mean", "length": "length_mean"}.get(sort, sort)
-        found.sort(key=lambda each: each[name] or 0.0, reverse=not is_ascending)
+        known = [each for each in found if each[name] is not None]
+        unknown = [each for each in found if each[name] is None]
+        found = sorted(known, key=lambda each: each[name], reverse=not is_ascending) + unknown
     elif not is_ascending:
         found.reverse()
     page = found[offset : offset + limit]
@@ -53,15 +55,16 @@ def groups(
 
 
 def _group(uid: str, facts: NDArray[np.void]) -> dict[str, Any]:
-    rewards = facts["reward"]
+    known = facts["reward"][np.isfinite(facts["reward"])]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (None, None)
     return {
         "uid": uid,
         "num": len(facts),
-        "reward_mean": finite(rewards.mean()),
-        "reward_min": finite(rewards.min()),
-        "reward_max": finite(rewards.max()),
-        "spread": finite(rewards.max() - rewards.min()),
-        "rewards": floats(rewards),
+        "reward_mean": float(known.mean()) if len(known) else None,
+        "reward_min": low,
+        "reward_max": high,
+        "spread": high - low if high is not None and low is not None else None,
+        "rewards": floats(facts["reward"]),
         "length_mean": finite(facts["length"].mean()),
         "turns_max": int(facts["turns"].max()),
         "failures": int(facts["failures"].sum()),
@@ -135,13 +138,15 @@ def over_steps(run: Run, source: Source, uid: str) -> dict[str, Any]:
 
 
 def _at_step(step: int, facts: NDArray[np.void], files: Sequence[RolloutFile], problems: list[str]) -> dict[str, Any]:
-    places = [int(facts["reward"].argmax()), int(facts["reward"].argmin())]
+    rewards = facts["reward"]
+    is_known = np.isfinite(rewards)
+    places = [int(np.where(is_known, rewards, -np.inf).argmax()), int(np.where(is_known, rewards, np.inf).argmin())]
     wanted = {place: (int(facts["file"][place]), int(facts["row"][place])) for place in places}
     shown = {place: read_rows(files[file], [row], problems).get(row) for place, (file, row) in wanted.items()}
     return {
         "step": step,
-        "rewards": floats(facts["reward"]),
-        "reward_mean": finite(facts["reward"].mean()),
+        "rewards": floats(rewards),
+        "reward_mean": float(rewards[is_known].mean()) if is_known.any() else None,
         "length_mean": finite(facts["length"].mean()),
         "best": shown[places[0]],
         "worst": shown[places[1]],

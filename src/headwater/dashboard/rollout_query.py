@@ -364,7 +364,7 @@ def read_rows(file: RolloutFile, rows: Sequence[int], problems: list[str]) -> di
 def list_steps(run: Run, source: Source) -> dict[str, Any]:
     """The steps that have rollouts. Their numbers of rollouts are known once the index has read them."""
     files, index = run.rollouts[source].files(), run.index[source]
-    counts = index.rows_of_step()
+    counts = index.rows_of(files)
     known: dict[int, int] = {}
     for file in files:
         known[file.step] = known.get(file.step, 0) + 1

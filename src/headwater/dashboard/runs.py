@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headwater.config.schema import Config
@@ -32,7 +33,7 @@ class Run:
         self.directory = RunDirectory(path)
         self.records = RecordLog(self.directory.metrics_file)
         self.rollouts: dict[Source, RolloutFiles] = {
-            source: RolloutFiles(path, source, lambda: self.records.resumes) for source in SOURCES
+            source: RolloutFiles(path, source, partial(self.records.known_resumes, source)) for source in SOURCES
         }
         self.index: dict[Source, RolloutIndex] = {
             source: RolloutIndex(files) for source, files in self.rollouts.items()

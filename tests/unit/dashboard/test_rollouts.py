@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
-from dashboard.parts import TEXT, make_run, save_step, served
+from dashboard.parts import TEXT, add_metrics, make_run, save_step, served
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -254,6 +256,49 @@ def test_a_step_that_was_computed_again_is_shown_once(tmp_path):
         assert client.get("/runs/first/rollouts", step=2)["rollouts"][0]["id"] == "step_000002-2:0"
         assert client.indexed("/runs/first/rollouts")["total"] == 16
         assert client.get("/runs/first/rollout", id="step_000002:11")["sample"] == 3, "an old address still works"
+        steps = client.get("/runs/first/steps")
+        assert [(each["step"], each["num"]) for each in steps["steps"]] == [(1, 12), (2, 4)]
+        assert steps["total"] == 16
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_steps_that_a_resume_discarded_are_not_shown(tmp_path, is_copied):
+    """Whatever is asked for first, and in a copy, in which all files are newer than the resume."""
+    run = make_run(tmp_path, num_steps=4)
+    now = time.time()
+    if not is_copied:
+        for path in (*run.path.glob("rollouts/*"), *run.path.glob("eval/*")):
+            os.utime(path, (now - 1000.0, now - 1000.0))
+    run.append_metrics({"kind": "resume", "step": 2, "time": now - 500.0})
+    add_metrics(run, 3)
+    save_step(run, 3, num_prompts=1)
+    with served(tmp_path) as client:
+        assert [each["step"] for each in client.get("/runs/first/steps")["steps"]] == [1, 2, 3]
+        assert client.get("/runs/first/rollouts", step=3)["total"] == 4
+        assert [each["step"] for each in client.get("/runs/first/steps", source="eval")["steps"]] == []
+        assert client.error("/runs/first/rollouts", 404, step=4)[0] == "not_found"
+        assert client.indexed("/runs/first/rollouts")["total"] == 28
+
+
+def test_a_missing_reward_is_not_zero(tmp_path):
+    run = make_run(tmp_path, num_steps=1)
+    path = run.path / "rollouts" / "step_000001.parquet"
+    table = pq.read_table(path)
+    rewards = [None, float("nan"), 1.0, 2.0, None, None, None, None, *[-1.0] * 4]
+    place = table.schema.get_field_index("reward")
+    pq.write_table(table.set_column(place, "reward", pa.array(rewards, pa.float64())), path)
+    pq.write_table(table.drop_columns(["reward"]), run.path / "rollouts" / "step_000002.parquet")
+    with served(tmp_path) as client:
+        groups = client.get("/runs/first/groups", step=1, sort="reward", order="asc")["groups"]
+        assert [(each["uid"], each["reward_mean"]) for each in groups] == [
+            ("row/2", -1.0), ("row/0", 1.5), ("row/1", None)
+        ]  # fmt: skip
+        assert groups[1]["rewards"] == [None, None, 1.0, 2.0]
+        assert client.get("/runs/first/rollouts", step=2, min_reward=-1, max_reward=1)["total"] == 0
+        assert client.get("/runs/first/groups", step=2)["groups"][0]["reward_min"] is None
+        client.indexed("/runs/first/rollouts")
+        first = client.get("/runs/first/prompt", uid="row/0")["steps"][0]
+        assert (first["best"]["reward"], first["worst"]["reward"]) == (2.0, 1.0)
 
 
 def test_files_that_cannot_be_read_do_not_hide_the_others(tmp_path):
