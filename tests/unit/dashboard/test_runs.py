@@ -107,7 +107,7 @@ def test_the_state_of_running_servers():
     async def check() -> None:
         app = web.Application()
         numbers = {"version": 4, "num_running": 2, "num_waiting": 0, "kv_pages_total": 8, "kv_pages_used": 2}
-        app.router.add_get("/metrics.json", lambda request: _json(numbers))
+        app.router.add_get("/metrics.json", lambda request: _slowly(request, numbers))
         app.router.add_get("/v1/models", lambda request: _json({"data": [{"id": "tiny"}]}))
         runner = web.AppRunner(app)
         await runner.setup()
@@ -121,6 +121,17 @@ def test_the_state_of_running_servers():
         await runner.cleanup()
 
     asyncio.run(check())
+
+
+async def _slowly(request, content):
+    """In pieces that arrive one after the other, as a long answer does."""
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    text = json.dumps(content | {f"n{number}": number for number in range(20_000)}).encode()
+    for begin in range(0, len(text), 1 << 16):
+        await answer.write(text[begin : begin + (1 << 16)])
+        await asyncio.sleep(0.01)
+    return answer
 
 
 async def _json(content):
