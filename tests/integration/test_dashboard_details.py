@@ -44,7 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, chrome: Any) -> Path:
     tools = parts.make_run(root, "tools")
     numbers = {f"engine/{name}": place + 0.5 for place, name in enumerate(ENGINE)}
     for step in (4, 5):
-        parts.add_metrics(tools, step, **numbers)
+        parts.add_metrics(tools, step, **numbers, **{"time/generate_s": 1.5})
         tools.append_metrics(MetricsRecord("eval", step, 1020.0 + step, evaluation(["a", "b"])).to_json())
     long = parts.make_run(root, "long", num_steps=1)
     save_long_rollout(long)
@@ -131,14 +131,9 @@ def legend(page: Any, title: str) -> list[str]:
 def test_a_zoom_shows_single_steps(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/long/metrics?keys=reward/mean") as page:
         page.get_by_text("drawn as 1 000 means").wait_for()
-        plot = page.locator(".plot")
-        box = plot.locator(".u-over").bounding_box()
-        page.mouse.move(box["x"] + 0.50 * box["width"], box["y"] + 50)
-        page.mouse.down()
-        page.mouse.move(box["x"] + 0.52 * box["width"], box["y"] + 60, steps=5)
-        page.mouse.up()
+        drag(page)
         page.get_by_text("are drawn one by one").wait_for()
-        plot.focus()
+        page.locator(".plot").focus()
         seen = []
         for _ in range(3):
             page.keyboard.press("ArrowRight")
@@ -147,8 +142,27 @@ def test_a_zoom_shows_single_steps(chrome: Any, dashboard: Dashboard) -> None:
             assert float(re.sub(r"\s", "", value)) == pytest.approx(seen[-1] / 8, abs=0.5)
         assert [each - seen[0] for each in seen] == [0, 1, 2]
         assert 0.49 * NUM_STEPS < seen[0] < 0.53 * NUM_STEPS
-        page.mouse.dblclick(box["x"] + 0.5 * box["width"], box["y"] + 50)
+        page.locator(".plot .u-over").dblclick()
         page.get_by_text("drawn as 1 000 means").wait_for()
+        page.get_by_label("By time").check()
+        drag(page)
+        page.get_by_text("are drawn one by one").wait_for()
+
+
+def drag(page: Any) -> None:
+    """Over two hundredths of a chart."""
+    box = page.locator(".plot .u-over").bounding_box()
+    page.mouse.move(box["x"] + 0.50 * box["width"], box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.52 * box["width"], box["y"] + 60, steps=5)
+    page.mouse.up()
+
+
+def test_a_timeline_without_a_trace_says_what_is_not_known(chrome: Any, dashboard: Dashboard) -> None:
+    with page_of(chrome, f"{dashboard.url}#/run/tools/timeline") as page:
+        page.get_by_text("because the run has no trace").wait_for()
+        page.get_by_text("Of generate only the length in each step is known, not when it was").wait_for()
+        assert page.get_by_role("row", name=re.compile("^generate")).is_visible()
 
 
 def test_an_exported_rollout_has_all_its_tokens(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
