@@ -13,18 +13,9 @@ from headwater.dashboard.engine_view import engine
 from headwater.dashboard.errors import bad_request
 from headwater.dashboard.ledger_view import ledger
 from headwater.dashboard.overview import Overview
+from headwater.dashboard.parameters import need, need_step, number, one_of, source_in, whole
 from headwater.dashboard.record_log import KINDS
-from headwater.dashboard.rollout_query import (
-    Query,
-    list_rollouts,
-    list_steps,
-    need,
-    need_step,
-    number,
-    one_of,
-    source_in,
-    whole,
-)
+from headwater.dashboard.rollout_query import Query, list_rollouts, list_steps
 from headwater.dashboard.runs import Run, Runs
 from headwater.dashboard.timeline import Timelines
 

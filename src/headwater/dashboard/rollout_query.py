@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import Refused, bad_request
+from headwater.dashboard.parameters import listed, number, one_of, source_in, whole
 from headwater.dashboard.rollout_files import (
     FACTS,
-    SOURCES,
     AllNames,
     OpenFile,
     RolloutFile,
@@ -84,46 +84,6 @@ class Query:
             limit=whole(given, "limit", 50, low=1, high=200) or 50,
             cursor=given.get("cursor", ""),
         )
-
-
-def source_in(given: Mapping[str, str]) -> Source:
-    found = one_of(given, "source", SOURCES, "train")
-    return "eval" if found == "eval" else "train"
-
-
-def one_of(given: Mapping[str, str], name: str, known: Sequence[str], default: str) -> str:
-    value = given.get(name) or default
-    if value not in known:
-        raise bad_request(f"{name} = {value[:80]!r}: must be one of {', '.join(each for each in known if each)}.")
-    return value
-
-
-def whole(
-    given: Mapping[str, str], name: str, default: int | None = None, low: int = -(2**53), high: int = 2**53
-) -> int | None:
-    text = given.get(name)
-    if not text:
-        return default
-    if not re.fullmatch(r"-?\d{1,16}", text) or not low <= int(text) <= high:
-        raise bad_request(f"{name} = {text[:80]!r}: must be a whole number of at least {low} and at most {high}.")
-    return int(text)
-
-
-def number(given: Mapping[str, str], name: str) -> float | None:
-    text = given.get(name)
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if value != value or abs(value) == float("inf"):
-        raise bad_request(f"{name} = {text[:80]!r}: must be a number.")
-    return value
-
-
-def listed(given: Mapping[str, str], name: str) -> tuple[str, ...]:
-    return tuple(each for each in given.get(name, "").split(",") if each)
 
 
 @dataclass
@@ -377,17 +337,3 @@ def list_steps(run: Run, source: Source) -> dict[str, Any]:
         "index": state,
         "problems": list(index.problems),
     }
-
-
-def need(given: Mapping[str, str], name: str) -> str:
-    value = given.get(name)
-    if not value:
-        raise bad_request(f"{name}: is needed.")
-    return value
-
-
-def need_step(given: Mapping[str, str]) -> int:
-    step = whole(given, "step")
-    if step is None:
-        raise bad_request("step: is needed.")
-    return step
