@@ -2,10 +2,13 @@
 
     python benchmarks/dashboard.py [--steps 10000] [--rollouts-per-step 100] [--skip-live] [--out FILE.json]
 
-The large run is generated: real rollout files, metrics and ledger lines of a run, repeated with other numbers. The real
-server process is then asked what the page asks when it opens a run, for rollouts at random places, and for listings
-over all steps. The live part trains the quickstart with and without an open page that asks for everything it shows. On
-a machine with other work, its step times say little; the processor time of the server, as a share of a core, does.
+The large run is generated: real rollout files, metrics and ledger lines of a run, repeated with other numbers. Its
+rollouts have 40 tokens, but those of four more steps have 8,192 to 32,768. The real server process is then asked what
+the page asks when it opens a run, for rollouts at random places, for the long ones, and for listings over all steps.
+If there is a Chromium for Playwright, the time until it shows the run is measured, too, with and without the start of
+the server. The live part trains the quickstart in pairs with and without an open page that asks for everything it
+shows. On a machine with other work, its step times say little; the processor time of the server, as a share of a core,
+does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,6 +48,10 @@ from headwater.trainer.tables import write_tokens
 NUM_METRICS = 150
 RESPONSE_TOKENS, PROMPT_TOKENS = 24, 16
 GROUP = 8
+LONG_TOKENS, LONG_ROLLOUTS = (8192, 16384, 24576, 32768), 16
+"""Tokens of each rollout of the last steps, and how many each of these steps has."""
+_T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Of Student's distribution, by the degrees of freedom from one on: for intervals of 95%."""
 STEPS_AT_ONCE = 200
 OVERVIEW = (
     "", "/keys", "/metrics?keys=" + quote("reward/mean,response_length/mean,actor/entropy,kl/reference"),
@@ -71,6 +79,10 @@ def generate(root: Path, num_steps: int, per_step: int) -> Path:
         for place in range(count):
             path = run / "rollouts" / f"step_{first + place:06d}.parquet"
             pq.write_table(table.slice(place * per_step, per_step), path)
+    for place, tokens in enumerate(LONG_TOKENS):
+        step = num_steps + 1 + place
+        table = _rollouts(step, 1, LONG_ROLLOUTS, tokens - PROMPT_TOKENS)
+        pq.write_table(table, run / "rollouts" / f"step_{step:06d}.parquet", row_group_size=4)
     return run
 
 
@@ -103,9 +115,9 @@ def _write_records(run: Path, num_steps: int, num_groups: int) -> None:
             )  # fmt: skip
 
 
-def _rollouts(first: int, count: int, per_step: int) -> pa.Table:
+def _rollouts(first: int, count: int, per_step: int, response_tokens: int = RESPONSE_TOKENS) -> pa.Table:
     rng, size = np.random.default_rng(first), count * per_step
-    length = PROMPT_TOKENS + RESPONSE_TOKENS
+    length = PROMPT_TOKENS + response_tokens
     steps = np.repeat(np.arange(first, first + count), per_step)
     sample = np.tile(np.arange(per_step) % GROUP, count)
     prompt = rng.integers(0, 4096, size)
@@ -132,7 +144,7 @@ def _rollouts(first: int, count: int, per_step: int) -> pa.Table:
             "stop_reason": pa.array(np.where(rng.random(size) < 0.9, "stop", "length").tolist()),
             "num_turns": np.ones(size, np.int64),
             "prompt_length": np.full(size, PROMPT_TOKENS),
-            "response_length": np.full(size, RESPONSE_TOKENS),
+            "response_length": np.full(size, response_tokens),
             "num_tool_calls": rng.integers(0, 3, size),
             "num_failed_calls": rng.integers(0, 2, size),
             "info": pa.array(["{}"] * size),
@@ -228,6 +240,7 @@ def measure_large(root: Path, num_steps: int, per_step: int) -> dict[str, Any]:
         for step, row in places:
             id = quote(f"step_{step:06d}:{row}")
             rollouts.append(at_once(server, [f"/runs/large/rollout?id={id}", f"/runs/large/tokens?id={id}"]))
+        long_s, long_mb = open_long(server, num_steps)
         step_s = [server.get(f"/runs/large/rollouts?step={step}&sort=reward")[0] for step, _ in places[:20]]
         first_s, _ = server.get("/runs/large/rollouts?sort=reward&order=desc")
         began = time.perf_counter()
@@ -239,8 +252,10 @@ def measure_large(root: Path, num_steps: int, per_step: int) -> dict[str, Any]:
         uid = quote(listed["rollouts"][0]["uid"])
         prompt_s, prompt = server.get(f"/runs/large/prompt?uid={uid}")
         search_s, found = server.get("/runs/large/rollouts?text=" + quote("of 999999 reasons"))
+        long_again_s, _ = open_long(server, num_steps)
         during_index = server.memory_mb()
     return {
+        "in_a_browser": in_a_browser(root),
         "load_average_before": load,
         "start_s": server.start_s,
         "list_of_runs_s": runs_s,
@@ -248,6 +263,8 @@ def measure_large(root: Path, num_steps: int, per_step: int) -> dict[str, Any]:
         "open_cpu_s_of_the_server_with_start": cpu_s,
         "open_again_s": again_s,
         "rollout_s": {"median": statistics.median(rollouts), "max": max(rollouts)},
+        "long_rollout_s": {"median": statistics.median(long_s), "max": max(long_s)},
+        "long_rollout_with_index_s": {"median": statistics.median(long_again_s), "max": max(long_again_s)},
         "list_of_a_step_s": {"median": statistics.median(step_s), "max": max(step_s)},
         "first_listing_over_all_steps_s": first_s,
         "index_s": index_s,
@@ -257,8 +274,56 @@ def measure_large(root: Path, num_steps: int, per_step: int) -> dict[str, Any]:
         "prompt_num_steps": prompt["num_steps"],
         "text_search_s": search_s,
         "text_search_rollouts": found["searched"],
-        "memory_mb": {"after_open": after_open[0], "after_all": during_index[0], "most": during_index[1]},
+        "memory_mb": {
+            "after_open": after_open[0],
+            "after_long_rollouts": long_mb,
+            "after_all": during_index[0],
+            "most": during_index[1],
+        },
         "load_average_after": os.getloadavg()[0],
+    }
+
+
+def open_long(server: Server, num_steps: int) -> tuple[list[float], float]:
+    """Every rollout of the steps with many tokens: the seconds of each, and the most memory so far."""
+    seconds = []
+    for place in range(len(LONG_TOKENS)):
+        for row in range(LONG_ROLLOUTS):
+            id = quote(f"step_{num_steps + 1 + place:06d}:{row}")
+            asked = [f"/runs/large/{what}?id={id}" for what in ("rollout", "tokens", "mismatches")]
+            seconds.append(at_once(server, asked))
+    return seconds, server.memory_mb()[1]
+
+
+def in_a_browser(root: Path) -> dict[str, float] | None:
+    """Seconds until Chromium shows the overview of the run, from the start of the server and from its first answer."""
+    try:
+        from playwright.sync_api import Error, sync_playwright
+    except ImportError:
+        return None
+    names = ("chromium", "chromium-browser", "google-chrome")
+    installed = os.environ.get("HEADWATER_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    with sync_playwright() as playwright:
+        try:
+            chrome = playwright.chromium.launch(executable_path=installed, args=["--no-sandbox"])
+        except Error as error:
+            print(f"no Chromium, so the first paint is not measured ({str(error).splitlines()[0]})")
+            return None
+        page = chrome.new_page()
+        began = time.perf_counter()
+        with served(root) as server:
+            started = time.perf_counter()
+            page.goto(f"http://127.0.0.1:{server.port}/#/run/large")
+            page.wait_for_selector("canvas")
+            painted = time.perf_counter()
+            paint_ms = page.evaluate(
+                "performance.getEntriesByName('first-contentful-paint').map((entry) => entry.startTime)[0] ?? 0"
+            )
+        chrome.close()
+    return {
+        "first_paint_s": paint_ms / 1000,
+        "first_curve_s": painted - started,
+        "first_curve_with_start_of_the_server_s": painted - began,
     }
 
 
@@ -277,7 +342,7 @@ def train(root: Path, name: str, num_steps: int) -> dict[str, float]:
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     records = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]
     seconds = [each["time/step_s"] for each in records if each["kind"] == "train"][2:]
-    return {"median_step_s": statistics.median(seconds), "steps_s": sum(seconds), "wall_s": took, "cpu_s": cpu_s}
+    return {"mean_step_s": statistics.mean(seconds), "steps_s": sum(seconds), "wall_s": took, "cpu_s": cpu_s}
 
 
 def watch(server: Server, name: str, stop: threading.Event) -> None:
@@ -297,31 +362,48 @@ def watch(server: Server, name: str, stop: threading.Event) -> None:
 
 
 def measure_live(root: Path, num_steps: int, repeats: int) -> dict[str, Any]:
-    """Turns of with and without an open page, so that the load of the machine falls on both."""
+    """Pairs of a run with and one without an open page, in turns, so that the load of the machine falls on both."""
     measured: dict[str, list[dict[str, float]]] = {"alone": [], "watched": []}
     loads = [os.getloadavg()[0]]
     with served(root) as server:
         for turn in range(repeats):
-            measured["alone"].append(train(root, f"alone-{turn}", num_steps))
-            stop, name = threading.Event(), f"watched-{turn}"
-            page = threading.Thread(target=watch, args=(server, name, stop), daemon=True)
-            before = server.cpu_s()
-            page.start()
-            measured["watched"].append(train(root, name, num_steps))
-            stop.set()
-            last = measured["watched"][-1]
-            last |= {"server_cpu_s": (spent := server.cpu_s() - before), "server_cpu_share": spent / last["wall_s"]}
+            for kind in ("alone", "watched") if turn % 2 == 0 else ("watched", "alone"):
+                name = f"{kind}-{turn}"
+                measured[kind].append(train_watched(server, root, name, num_steps) if kind == "watched" else
+                                      train(root, name, num_steps))  # fmt: skip
             loads.append(os.getloadavg()[0])
-    medians = {name: statistics.median(each["median_step_s"] for each in runs) for name, runs in measured.items()}
+    pairs = zip(measured["alone"], measured["watched"], strict=True)
+    slower_by = [watched["mean_step_s"] / alone["mean_step_s"] - 1 for alone, watched in pairs]
     return {
         "steps": num_steps,
         "repeats": repeats,
-        "median_step_s": medians,
-        "slower_by": medians["watched"] / medians["alone"] - 1,
-        "server_cpu_share_of_a_core": statistics.median(each["server_cpu_share"] for each in measured["watched"]),
+        "mean_step_s": {name: statistics.mean(each["mean_step_s"] for each in runs) for name, runs in measured.items()},
+        "slower_by": interval(slower_by),
+        "server_cpu_share_of_a_core": interval([each["server_cpu_share"] for each in measured["watched"]]),
         "runs": measured,
         "load_averages": loads,
     }
+
+
+def interval(values: list[float]) -> dict[str, float]:
+    """Their mean, and an interval that has the true mean with 95%."""
+    mean = statistics.mean(values)
+    if len(values) < 2:
+        return {"mean": mean}
+    t = _T_95[len(values) - 2] if len(values) - 2 < len(_T_95) else 2.0
+    half = t * statistics.stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def train_watched(server: Server, root: Path, name: str, num_steps: int) -> dict[str, float]:
+    stop = threading.Event()
+    page = threading.Thread(target=watch, args=(server, name, stop), daemon=True)
+    before = server.cpu_s()
+    page.start()
+    found = train(root, name, num_steps)
+    stop.set()
+    spent = server.cpu_s() - before
+    return found | {"server_cpu_s": spent, "server_cpu_share": spent / found["wall_s"]}
 
 
 def show(results: dict[str, Any], prefix: str = "") -> None:
@@ -337,15 +419,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rollouts-per-step", type=int, default=100)
     parser.add_argument("--skip-live", action="store_true")
-    parser.add_argument("--live-steps", type=int, default=20)
-    parser.add_argument("--live-repeats", type=int, default=2)
+    parser.add_argument("--live-steps", type=int, default=60)
+    parser.add_argument("--live-repeats", type=int, default=5, help="pairs of runs; default 5")
     parser.add_argument(
         "--run", type=Path, help="folder that has, or gets, the generated run; default: a temporary one"
     )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = args.run or Path(temporary) / "runs"
-        if not (root / "large" / "config.yaml").exists():
+        if not (root / "large" / "rollouts" / f"step_{args.steps + len(LONG_TOKENS):06d}.parquet").exists():
             began = time.perf_counter()
             generate(root, args.steps, args.rollouts_per_step)
             print(f"generated in {time.perf_counter() - began:.0f} s")

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import forked
 import pytest
@@ -28,8 +28,15 @@ def chromium() -> str:
     told = os.environ.get("HEADWATER_CHROMIUM")
     found = told or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
-        pytest.skip("no Chromium: make setup-browser, or set HEADWATER_CHROMIUM")
+        unavailable("no Chromium: make setup-browser, or set HEADWATER_CHROMIUM")
     return found
+
+
+def unavailable(reason: str) -> NoReturn:
+    """Skip, unless HEADWATER_REQUIRE_BROWSER=1 says that there must be a browser."""
+    if os.environ.get("HEADWATER_REQUIRE_BROWSER") == "1":
+        pytest.fail(f"HEADWATER_REQUIRE_BROWSER=1, but {reason}")
+    pytest.skip(reason)
 
 
 class Dashboard:
@@ -62,8 +69,11 @@ class Dashboard:
 
 @contextlib.contextmanager
 def browser() -> Iterator[Any]:
-    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    with api.sync_playwright() as playwright:
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        unavailable("no playwright: pip install playwright")
+    with sync_playwright() as playwright:
         # A test may run as root, for which Chromium has no sandbox.
         opened = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         yield opened
@@ -105,6 +115,19 @@ def until(page: Any, expression: str, arg: object = None) -> None:
     while not page.evaluate(expression, arg):
         assert time.monotonic() < deadline, f"not true in {LIMIT_S:.0f} s: {expression}"
         page.wait_for_timeout(50)
+
+
+def settled(page: Any) -> None:
+    """Wait until the page shows its data."""
+    page.locator("main").wait_for()
+    until(page, "document.querySelector('main').innerText.trim().length > 40")
+    until(page, "!document.querySelector('main .state.loading, main .is-old')")
+
+
+def names_of(page: Any) -> set[str]:
+    """The runs that the first page lists."""
+    page.wait_for_selector("table.runs tbody tr")
+    return set(page.locator("table.runs tbody .row-link").all_inner_texts())
 
 
 def serious_findings(page: Any, within: str = "html") -> list[str]:

@@ -1,28 +1,22 @@
-"""The dashboard in a real Chromium, over real runs.
-
-HEADWATER_SCREENSHOTS=1 also writes the pictures of docs/dashboard.md and of the README.
-"""
+"""The dashboard in a real Chromium, over real runs."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from browsing import Dashboard, browser, page_of, serious_findings, until
-from command import CUT_DOWN, ROOT, headwater, start_headwater
+from broken_runs import MILLION, SCRIPT, make_damaged, make_hostile, make_huge
+from browsing import Dashboard, browser, names_of, page_of, serious_findings, settled, until
+from command import CUT_DOWN, headwater, start_headwater
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard_browser")]
 
-SCRIPT = "</pre><script>window.wasRun = 1</script><img src=x onerror='window.wasRun = 2'>"
-MILLION = 1_000_000
 PAGE_TOKENS = 4096
 
 
@@ -49,52 +43,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, chrome: Any) -> Path:
     return folder
 
 
-def make_hostile(run: Path) -> None:
-    """Script where a model, a dataset or a log can put text."""
-    file = run / "rollouts" / "step_000003.parquet"
-    table = pq.read_table(file)
-    messages = json.dumps([{"role": "user", "content": SCRIPT}, {"role": "assistant", "content": SCRIPT}])
-    for name, text in (("prompt", SCRIPT), ("response", SCRIPT), ("messages", messages), ("ground_truth", SCRIPT)):
-        place = table.schema.get_field_index(name)
-        table = table.set_column(place, name, pa.array([text] * len(table), pa.string()))
-    pq.write_table(table, file)
-    status = json.loads((run / "status.json").read_text())
-    status["notices"] = [SCRIPT]
-    (run / "status.json").write_text(json.dumps(status))
-
-
-def make_huge(run: Path) -> None:
-    """One rollout with a million tokens more."""
-    file = run / "rollouts" / "step_000003.parquet"
-    rows = pq.read_table(file)
-    first = rows.slice(0, 1).to_pylist()[0]
-    length = len(first["tokens"])
-    for name, value in first.items():
-        if isinstance(value, list) and len(value) == length:
-            first[name] = value + [value[-1]] * MILLION
-    first["response_length"] += MILLION
-    pq.write_table(pa.Table.from_pylist([first], schema=rows.schema), file)
-
-
-def make_damaged(run: Path) -> None:
-    """A run that was copied while it was written."""
-    for name in ("metrics.jsonl", "status.json", "config.yaml", "ledger.jsonl"):
-        content = (run / name).read_bytes()
-        (run / name).write_bytes(content[: len(content) * 2 // 3])
-    file = run / "rollouts" / "step_000003.parquet"
-    file.write_bytes(file.read_bytes()[:500])
-
-
 @pytest.fixture(scope="module")
 def dashboard(runs: Path) -> Iterator[Dashboard]:
     served = Dashboard(runs)
     yield served
     served.close()
-
-
-def names_of(page: Any) -> set[str]:
-    page.wait_for_selector("table.runs tbody tr")
-    return set(page.locator("table.runs tbody .row-link").all_inner_texts())
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -149,7 +102,7 @@ def test_a_run_shows_its_numbers(chrome: Any, dashboard: Dashboard, runs: Path) 
         page.get_by_role("button", name="Whole run").click()
         page.get_by_role("button", name="Zoom in").click()
         page.get_by_role("link", name="Engine", exact=True).click()
-        page.get_by_text("The run does not run now").wait_for()
+        page.get_by_text("The run is not running").wait_for()
         page.get_by_role("link", name="Config", exact=True).click()
         page.get_by_label("Search settings and explanations").fill("learner.learning_rate")
         setting = page.locator(".settings dl > div", has_text="learner.learning_rate")
@@ -177,8 +130,12 @@ def test_rollouts_are_filtered_and_grouped(chrome: Any, dashboard: Dashboard, ru
         until(page, "document.querySelectorAll('table.rollouts tbody tr').length === 8")
         page.get_by_label("All 3 steps").check()
         page.get_by_text("of 24", exact=False).first.wait_for()
-        page.get_by_label("All 3 steps").uncheck()
         page.get_by_label("Show").select_option("groups")
+        # Groups are those of one step, and the controls say which.
+        page.get_by_role("columnheader", name="Rewards of the samples").wait_for()
+        assert page.get_by_label("All 3 steps").is_disabled()
+        assert not page.get_by_label("All 3 steps").is_checked()
+        assert page.get_by_label("Step", exact=True).input_value() == "3"
         page.locator("table.rollouts tbody .row-link").first.click()
         page.locator(".side-by-side > li").first.wait_for()
         assert page.locator(".side-by-side > li").count() == 2
@@ -204,7 +161,7 @@ def test_the_values_of_a_token_are_those_of_the_file(chrome: Any, dashboard: Das
             until(
                 page,
                 "place => document.querySelector('[data-value=token-place]')?.textContent.startsWith(place)",
-                arg=f"{place} of",
+                arg=f"{place + 1} of",
             )
             values = {name: page.locator(f"[data-value={name}]").inner_text() for name in (
                 "token-id", "token-mask", "token-version", "token-logprob", "token-learner", "token-difference",
@@ -218,12 +175,20 @@ def test_the_values_of_a_token_are_those_of_the_file(chrome: Any, dashboard: Das
             assert values["token-version"] == str(row["versions"][place])
             for name, column in (("token-logprob", "logprobs"), ("token-learner", "learner_logprobs"),
                                  ("token-advantages", "advantages"), ("token-entropies", "entropies")):  # fmt: skip
-                assert read(values[name]) == pytest.approx(row[column][place], abs=6e-7, rel=0.06), name
+                assert values[name].replace("−", "-").lstrip("+") == shown(row[column][place]), name
             difference = row["learner_logprobs"][place] - row["logprobs"][place]
             assert read(values["token-difference"]) == pytest.approx(difference, abs=6e-7)
         # Hovering shows another token without choosing it.
         page.locator(".tok[data-at='0']").hover()
-        until(page, "document.querySelector('[data-value=token-place]').textContent.startsWith('0 of')")
+        until(page, "document.querySelector('[data-value=token-place]').textContent.startsWith('1 of')")
+
+
+def shown(value: float) -> str:
+    """A value as the page writes it: six decimals, or two digits if that would be zero."""
+    if value != 0 and abs(value) < 5e-7:
+        digits, power = f"{value:.1e}".split("e")
+        return f"{digits}e{int(power)}"
+    return f"{value + 0.0:.6f}"
 
 
 def read(text: str) -> float:
@@ -268,18 +233,23 @@ def test_everything_can_be_done_with_the_keyboard(chrome: Any, dashboard: Dashbo
         until(page, "document.documentElement.dataset.theme === 'dark'")
 
 
-PAGES = ("", "run/first", "run/first/metrics", "run/first/rollouts", "run/first/rollouts?show=groups", "ROLLOUT",
+PAGES = ("", "run/first", "run/first/metrics", "run/first/rollouts", "run/first/rollouts?show=groups",
          "run/first/timeline", "run/first/engine", "run/first/config", "compare?runs=first,second")  # fmt: skip
+LINKED = {"ROLLOUT": "table.rollouts .row-link", "GROUP": "main a:text('Group side by side')",
+          "PROMPT": "main a:text('This prompt over steps')"}  # fmt: skip
+"""Pages whose addresses contain a rollout or a prompt: links to them, each on the page before."""
 
 
 def open_every_page(page: Any, url: str) -> Iterator[str]:
-    page.goto(f"{url}#/run/first/rollouts")
-    link = page.locator("table.rollouts .row-link").first.get_attribute("href")
     for name in PAGES:
-        page.goto(f"{url}{link}" if name == "ROLLOUT" else f"{url}#/{name}")
-        page.locator("main").wait_for()
-        until(page, "document.querySelector('main').innerText.trim().length > 40")
-        until(page, "!document.querySelector('main .state.loading, main .is-old')")
+        page.goto(f"{url}#/{name}")
+        settled(page)
+        yield name
+    page.goto(f"{url}#/run/first/rollouts")
+    for name, link in LINKED.items():
+        page.locator(link).first.click()
+        until(page, "name => location.hash.includes(`/${name}?`)", arg=name.lower())
+        settled(page)
         yield name
 
 
@@ -398,6 +368,10 @@ def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -
             until(page, f"{steps} >= 1")
             seen = page.evaluate(steps)
             page.locator("figure.chart", has_text="Entropy").wait_for()
+            page.get_by_role("link", name="Engine", exact=True).click()
+            page.get_by_text("As the run wrote it").wait_for()
+            page.get_by_role("heading", name="Requests", exact=True).wait_for()
+            page.get_by_role("link", name="Overview", exact=True).click()
             until(page, f"{steps} > {seen}")
             page.get_by_text("finished").first.wait_for()
             assert page.evaluate(steps) == 25
@@ -419,42 +393,3 @@ def test_a_token_keeps_others_out(chrome: Any, runs: Path) -> None:
             assert "token" in page.locator("body").inner_text()
     finally:
         guarded.close()
-
-
-@pytest.mark.skipif(not os.environ.get("HEADWATER_SCREENSHOTS"), reason="writes pictures into docs/images")
-def test_screenshots(chrome: Any, tmp_path: Path) -> None:
-    folder = Path(os.environ.get("HEADWATER_SCREENSHOT_RUNS") or tmp_path / "runs")
-    if not folder.exists():
-        for recipe, steps in (("quickstart-async", 60), ("quickstart", 60), ("quickstart-tools", 6)):
-            trained = headwater("train", recipe, f"trainer.total_steps={steps}", f"run.root={folder}",
-                                "trainer.trace=true", "trainer.save_learner_logprobs=true")  # fmt: skip
-            assert trained.code == 0, trained.stderr
-    images = ROOT / "docs" / "images"
-    served = Dashboard(folder)
-    try:
-        for scheme, suffix in (("light", ""), ("dark", "-dark")):
-            with page_of(chrome, served.url, scheme=scheme) as page:
-                names_of(page)
-                for name, place, wait in SHOTS:
-                    if suffix and name != "dashboard":
-                        continue
-                    page.goto(f"{served.url}#/{place}")
-                    page.locator(wait).first.wait_for()
-                    until(page, "!document.querySelector('main .state.loading')")
-                    if name == "dashboard-tokens":
-                        page.locator("table.rollouts .row-link").first.click()
-                        page.locator(".token-field .tok.is-chosen").wait_for()
-                        page.get_by_label("Colour by").select_option("logprobs")
-                    page.wait_for_timeout(500)
-                    page.screenshot(path=images / f"{name}{suffix}.png")
-    finally:
-        served.close()
-
-
-SHOTS = (
-    ("dashboard-runs", "", "table.runs"),
-    ("dashboard", "run/quickstart-async", ".ledger"),
-    ("dashboard-timeline", "run/quickstart-async/timeline", ".timeline canvas"),
-    ("dashboard-rollouts", "run/quickstart-async/rollouts?show=groups", "table.rollouts"),
-    ("dashboard-tokens", "run/quickstart-tools/rollouts?sort=length", "table.rollouts"),
-)

@@ -1,4 +1,4 @@
-// The answers of the server; src/headwater/dashboard builds them.
+// The answers of the server, written by hand after src/headwater/dashboard, which builds them.
 
 export type Maybe = number | null;
 
@@ -6,7 +6,7 @@ export interface Info {
   version: string;
   runs_dir: string;
   is_export: boolean;
-  exported: { run: string; rollout: string | null; time: number } | null;
+  exported: { run: string; rollout: string | null; time: number; contents?: string[] } | null;
   servers: string[];
   single_run: string | null;
   time: number;
@@ -154,7 +154,7 @@ export interface Timeline extends WithProblems {
   began: number;
   total: [number, number];
   window: [number, number];
-  rows: { name: string; text: string; bars: [number, number, number, string][] }[];
+  rows: { name: string; text: string; bars: [number, number, number, string][]; /** False if only the length of bars is known, not when in the step they were. */ is_place_known?: boolean }[];
   marks: { at: number; step: number }[];
   num_left_out: number;
 }
@@ -182,6 +182,14 @@ export interface EngineNow {
   metrics: Record<string, Maybe>;
 }
 
+/** Which curves are drawn together; the server knows what it sends. */
+export interface EngineChart {
+  title: string;
+  unit: string;
+  format: "number" | "percent" | "short";
+  keys: string[];
+}
+
 export interface Engine extends WithProblems {
   source: string;
   time: Maybe;
@@ -190,6 +198,7 @@ export interface Engine extends WithProblems {
   engine: EngineNow | null;
   servers: ServerRow[];
   history: { steps: number[]; series: Record<string, Series> };
+  charts: EngineChart[];
   capacity: Maybe;
 }
 
@@ -324,6 +333,8 @@ export interface Rollout extends WithProblems {
   siblings: { id: string; sample: number; reward: Maybe }[];
   ranges: Record<string, [Maybe, Maybe]>;
   is_cut?: boolean;
+  /** In an exported file: how many tokens, from the first, it has. */
+  num_tokens_in_file?: number;
 }
 
 export type Values = Maybe[] | null | undefined;

@@ -14,7 +14,7 @@ import { go, href, type Place, usePlace } from "./router";
 import { focusSearch, HELP, moveRow, useShortcuts } from "./shortcuts";
 import { ThemeContext, useThemeChoice } from "./theme";
 
-const LIVE_TEXT = { off: "", connecting: "connecting", live: "live", lost: "reconnecting", gone: "run deleted" };
+const LIVE_TEXT = { off: "", connecting: "connecting", live: "live", paused: "paused", lost: "reconnecting", gone: "run deleted" };
 
 export function App() {
   const { theme, choice, next } = useThemeChoice();
@@ -80,6 +80,7 @@ export function App() {
         </button>
       </header>
       <main id="main" class="page" tabIndex={-1}>
+        <Contents of={info.data?.exported?.contents} />
         {info.error ? (
           <Failed error={info.error} retry={info.reload} />
         ) : info.data === null ? (
@@ -109,6 +110,18 @@ function Page({ place, info }: { place: Place; info: Info }) {
   if (first === "compare") return <ComparePage place={place} />;
   if (first === "servers") return <ServersPage />;
   return <Failed error={{ code: "not_found", message: "There is no page at this address." }} />;
+}
+
+/** What an exported file has of a run, and what it has not. */
+function Contents({ of }: { of?: string[] }) {
+  if (!of?.length) return null;
+  return (
+    <div class="contents" role="note" aria-label="What is in this file">
+      {of.map((each) => (
+        <p key={each}>{each}</p>
+      ))}
+    </div>
+  );
 }
 
 function Live() {

@@ -46,12 +46,12 @@ export async function ask<T>(path: string[], params: Params = {}, signal?: Abort
 }
 
 /** Several metrics of one run. An exported file has them one by one. */
-export async function askMetrics(run: string, keys: string[], kind: string, signal?: AbortSignal, from?: number): Promise<Metrics> {
+export async function askMetrics(run: string, keys: string[], kind: string, signal?: AbortSignal, range: [number, number] | null = null): Promise<Metrics> {
   const path = ["runs", run, "metrics"];
   const kindParam = kind === "train" ? undefined : kind;
   if (!isExport) {
     const joined = keys.map((key) => key.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
-    return ask<Metrics>(path, { keys: joined, kind: kindParam, from }, signal);
+    return ask<Metrics>(path, { keys: joined, kind: kindParam, from: range?.[0], to: range?.[1] }, signal);
   }
   const found: Metrics[] = [];
   for (const key of keys) {

@@ -2,12 +2,13 @@
 import { useEffect, useState } from "preact/hooks";
 
 type Listener = (parts: string[]) => void;
-export type Connection = "off" | "connecting" | "live" | "lost" | "gone";
+export type Connection = "off" | "connecting" | "live" | "paused" | "lost" | "gone";
 
 const listeners = new Set<Listener>();
 const watchers = new Set<(state: Connection) => void>();
 let source: EventSource | null = null;
-let watchedUrl = "";
+let watched: string | null | undefined; // a run, all runs, or nothing yet
+let wasLost = false;
 let state: Connection = "off";
 
 function report(next: Connection): void {
@@ -17,13 +18,31 @@ function report(next: Connection): void {
 
 /** Follow one run, or all of them if it is null. */
 export function follow(run: string | null): void {
-  const url = run === null ? "/api/events" : `/api/runs/${encodeURIComponent(run)}/events`;
-  if (url === watchedUrl) return;
+  if (run === watched) return;
+  watched = run;
+  wasLost = false;
+  if (document.hidden) pause();
+  else connect(run);
+}
+
+/** A browser opens few connections to one server, so pages that nobody sees do not hold any. */
+function pause(): void {
   source?.close();
-  watchedUrl = url;
+  source = null;
+  wasLost = true;
+  report("paused");
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (watched === undefined || state === "gone") return;
+  if (document.hidden) pause();
+  else if (source === null) connect(watched);
+});
+
+function connect(run: string | null): void {
+  source?.close();
   report("connecting");
-  let wasLost = false;
-  source = new EventSource(url);
+  source = new EventSource(run === null ? "/api/events" : `/api/runs/${encodeURIComponent(run)}/events`);
   source.addEventListener("hello", () => {
     report("live");
     // Changes during a pause of the connection were not told.

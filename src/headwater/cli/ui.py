@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import html
+import os
+import re
+import secrets
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +23,9 @@ HELP = (
 )
 _DEFAULT_PORT = 7474
 _AUTOMATIC = "auto"
+TOKEN = "HEADWATER_UI_TOKEN"
+"""The environment variable with the token."""
+_TOKEN_LIKE = re.compile(r"[A-Za-z0-9._~-]{8,200}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token",
         default="",
-        metavar="TEXT",
-        help="ask for this token, on a machine with other users; 'auto' makes one. The address that is printed has it",
+        metavar="auto",
+        help="on a machine with other users: make a token and ask for it; the address that is printed contains it. To "
+        f"choose the token, set {TOKEN}: on the command line, other users could read it",
     )
     parser.add_argument(
         "--server",
@@ -83,8 +92,6 @@ def _export(runs: Runs, file: Path, rollout: str | None) -> int:
 
 
 def _serve(runs: Runs, args: argparse.Namespace) -> int:
-    import secrets
-
     from headwater.dashboard.listen import bind, serve
 
     servers = tuple(each.rstrip("/") for each in args.server)
@@ -93,7 +100,7 @@ def _serve(runs: Runs, args: argparse.Namespace) -> int:
             raise HeadwaterError(f"--server = {url}: must be an address such as http://127.0.0.1:8001")
     if args.port is not None and not 0 <= args.port <= 65535:
         raise HeadwaterError(f"--port = {args.port}: must be between 0 and 65535")
-    token = secrets.token_urlsafe(16) if args.token == _AUTOMATIC else args.token
+    token = _token(args.token)
     try:
         taken = bind("127.0.0.1", _DEFAULT_PORT if args.port is None else args.port)
     except HeadwaterError:
@@ -107,11 +114,38 @@ def _serve(runs: Runs, args: argparse.Namespace) -> int:
         if not runs.names():
             print("There are no runs yet. They appear on the page when they start.", flush=True)
         if not args.no_browser:
-            _open(url)
+            _open(redirect(url, redirects) if token else url)
 
-    serve(runs, taken, token, servers, ready)
+    with tempfile.TemporaryDirectory(prefix="headwater-ui-") as redirects:
+        serve(runs, taken, token, servers, ready)
     print("stopped", file=sys.stderr)
     return 0
+
+
+def _token(given: str) -> str:
+    """Empty if none is asked for. Error messages do not repeat it."""
+    if given not in ("", _AUTOMATIC):
+        raise HeadwaterError(
+            f"--token: must be auto. Other users of this machine could read a token on the command line; set {TOKEN} "
+            "to choose one"
+        )
+    chosen = os.environ.get(TOKEN, "")
+    if chosen and not _TOKEN_LIKE.fullmatch(chosen):
+        raise HeadwaterError(f"{TOKEN}: must have 8 to 200 letters, digits or characters of . _ ~ -")
+    return chosen or (secrets.token_urlsafe(16) if given else "")
+
+
+def redirect(url: str, folder: str) -> str:
+    """The address of a file that only this user can read, and that leads to ``url``. All users can read the command
+    line of a browser, so the token must not be in it."""
+    descriptor, path = tempfile.mkstemp(".html", dir=folder)  # mode 0600
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(
+            '<!doctype html><meta charset="utf-8"><meta name="referrer" content="no-referrer"><title>Headwater</title>'
+            f'<meta http-equiv="refresh" content="0; url={html.escape(url)}">'
+            f'<p><a href="{html.escape(url)}">Open the dashboard</a></p>\n'
+        )
+    return Path(path).as_uri()
 
 
 def _open(url: str) -> None:

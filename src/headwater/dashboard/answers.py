@@ -5,23 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import headwater
 from headwater.dashboard import rollout_groups, rollout_view, series, settings
+from headwater.dashboard.engine_view import engine
 from headwater.dashboard.errors import bad_request
+from headwater.dashboard.ledger_view import ledger
 from headwater.dashboard.overview import Overview
+from headwater.dashboard.parameters import need, need_step, number, one_of, source_in, whole
 from headwater.dashboard.record_log import KINDS
-from headwater.dashboard.rollout_query import (
-    Query,
-    list_rollouts,
-    list_steps,
-    need,
-    need_step,
-    number,
-    one_of,
-    source_in,
-    whole,
-)
+from headwater.dashboard.rollout_query import Query, list_rollouts, list_steps
 from headwater.dashboard.runs import Run, Runs
 from headwater.dashboard.timeline import Timelines
 
@@ -47,9 +41,9 @@ class Answers:
             "metrics": self._metrics,
             "staleness": lambda run, given: self._of_records(run, "train", series.staleness),
             "stages": lambda run, given: self._of_records(run, "train", series.stages),
-            "ledger": lambda run, given: self._overview.ledger(run),
+            "ledger": lambda run, given: ledger(run, self._overview.diagnosis(run).life.is_over),
             "doctor": lambda run, given: self._overview.doctor(run),
-            "engine": lambda run, given: self._overview.engine(run),
+            "engine": lambda run, given: engine(run, self._overview.diagnosis(run)),
             "timeline": self._timeline,
             "steps": lambda run, given: list_steps(run, source_in(given)),
             "rollouts": lambda run, given: list_rollouts(run, Query.of(given)),
@@ -111,7 +105,7 @@ class Answers:
 
     def _metrics(self, run: Run, given: Parameters) -> dict[str, Any]:
         kind = one_of(given, "kind", KINDS, "train")
-        keys = [key for key in need(given, "keys").split(",") if key]
+        keys = [unquote(key) for key in need(given, "keys").split(",") if key]
         if len(keys) > _MOST_KEYS:
             raise bad_request(f"keys: at most {_MOST_KEYS} metrics can be asked for at once.")
         points = whole(given, "points", 1000, low=20, high=series.MOST_POINTS) or 1000

@@ -124,7 +124,7 @@ class Dashboard:
 
     async def _page(self, request: web.Request) -> web.Response:
         path = request.match_info["path"]
-        if path.startswith(("api/", "api")) or "." in path.rpartition("/")[2]:
+        if path == "api" or path.startswith("api/") or "." in path.rpartition("/")[2]:
             raise not_found(f"There is nothing at {request.path[:200]}.")
         return _file(self._assets.files[INDEX])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ from aiohttp import web
 
 from headwater.dashboard.errors import Refused
 from headwater.dashboard.runs import Run, Runs
+
+logger = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
 _QUIET_S = 15.0
@@ -30,13 +33,19 @@ class Watch:
 
     def changed(self) -> tuple[dict[str, list[str]], list[str]]:
         """The parts of each run that changed, and the runs that no longer exist."""
-        now = {run.name: run.parts() for run in self._runs.all() if self._name in (None, run.name)}
+        now = self._runs.stamps() if self._name is None else self._stamps_of(self._name)
         before, self._seen = self._seen, now
         changes = {
             name: [part for part, stamp in parts.items() if before.get(name, {}).get(part) != stamp]
             for name, parts in now.items()
         }
         return {name: parts for name, parts in changes.items() if parts}, sorted(before.keys() - now.keys())
+
+    def _stamps_of(self, name: str) -> dict[str, dict[str, object]]:
+        try:
+            return {name: self._runs.get(name).parts()}
+        except Refused:
+            return {}
 
 
 async def stream(
@@ -57,12 +66,18 @@ async def stream(
             break
         except TimeoutError:
             pass
-        changes, gone = await call(watch.changed)
+        try:
+            changes, gone = await call(watch.changed)
+            more = await call(_described, runs, name, describe) if name is not None and changes else {}
+        except Refused:  # too busy; what changed is seen at the next look. An error answer could no longer be sent.
+            continue
+        except Exception:
+            logger.exception("events: the runs cannot be looked at")
+            break  # the page connects again by itself
         for each in gone:
             await _send(answer, "gone", {"run": each})
         if changes:
             parts = sorted({part for each in changes.values() for part in each})
-            more = await call(_described, runs, name, describe) if name is not None else {}
             await _send(answer, "changed", {"runs": sorted(changes), "parts": parts, **more})
         if gone or changes:
             sent = time.monotonic()

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -52,13 +51,10 @@ class Access:
 
     def check(self, request: web.Request) -> None:
         """Raise ``Refused`` for a request from elsewhere."""
-        host = request.headers.get("Host", "")
-        if host.lower() not in self.hosts:
-            raise Refused(
-                403, "forbidden", "The address in the browser is not one of this server. Use the one that it printed."
-            )
+        if request.headers.get("Host", "").lower() not in self.hosts:
+            raise Refused(403, "forbidden", self._wrong_address())
         origin = request.headers.get("Origin")
-        if origin is not None and (urlsplit(origin).netloc.lower() not in self.hosts or not origin.startswith("http:")):
+        if origin is not None and origin.lower() not in {f"http://{host}" for host in self.hosts}:
             raise Refused(403, "forbidden", "Pages of other sites may not use this server.")
         if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin") and (
             request.path.startswith("/api/") or request.headers.get("Sec-Fetch-Mode") != "navigate"
@@ -66,6 +62,15 @@ class Access:
             raise Refused(403, "forbidden", "Pages of other sites may not use this server.")
         if self.token and not self.is_token(request.cookies.get(self.cookie, "")):
             raise Refused(401, "unauthorized", _NO_TOKEN)
+
+    def _wrong_address(self) -> str:
+        known = sorted(self.hosts)
+        port = known[0].rpartition(":")[2]
+        return (
+            f"The address in the browser is not one of this server, which is {' or '.join(known)}. Through an SSH "
+            f"tunnel, the port must be the same on both sides: ssh -L {port}:127.0.0.1:{port} MACHINE. If your machine "
+            "uses this port already, start the dashboard with --port and one that is free on both."
+        )
 
     def is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "replace"), self.token.encode())
@@ -111,7 +116,9 @@ def _with_cookie(request: web.Request, access: Access) -> web.Response:
     answer = web.Response(
         status=303, headers={"Location": str(request.url.with_path(path).with_query(left).relative())}
     )
-    answer.set_cookie(access.cookie, access.token, httponly=True, samesite="Strict", path="/")
+    # Not "Strict": the file that opens the browser (cli/ui.py) counts as another site, so the page that it leads to
+    # would not get the cookie. A page of another site can still only open this one, never ask it for anything.
+    answer.set_cookie(access.cookie, access.token, httponly=True, samesite="Lax", path="/")
     for name, value in _HEADERS.items():
         answer.headers.setdefault(name, value)
     return answer

@@ -7,6 +7,7 @@ import errno
 import signal
 import socket
 from collections.abc import Callable
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -55,7 +56,7 @@ async def _serve(
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(each, stop.set)
         shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{port}/{f'?token={token}' if token else ''}")
+        ready(f"http://{shown}:{port}/" + (f"?token={quote(token, safe='')}" if token else ""))
         await stop.wait()
     finally:
         await runner.cleanup()

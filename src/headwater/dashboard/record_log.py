@@ -6,10 +6,11 @@ import json
 import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ import pyarrow.json
 from numpy.typing import NDArray
 
 from headwater.dashboard.arrow_arrays import numbers_of
+from headwater.dashboard.plain_values import number
 
 KINDS = ("train", "eval", "warm_start")
 _HEAD = ("kind", "step", "time")
@@ -63,6 +65,8 @@ class Table:
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
         self._last = -math.inf
+        self.num_dropped: Counter[int] = Counter()
+        """By step: how many of its records a resume made invalid."""
 
     def add(self, step: int, keys: tuple[str, ...], values: list[float]) -> None:
         """``time`` is the first key."""
@@ -89,6 +93,8 @@ class Table:
 
     def drop_after(self, step: int) -> None:
         """A resume: what was recorded after ``step`` is no longer valid."""
+        later = self._all_steps()
+        self.num_dropped.update(later[later > step].tolist())
         self._drop(lambda steps: steps <= step)
         self._last = max((each for chunk in self._chunks for each in chunk.steps), default=-math.inf)
 
@@ -143,6 +149,16 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Resumes:
+    """What resumes made invalid."""
+
+    times: tuple[tuple[int, float], ...] = ()
+    """The step from which each resume continued, and when."""
+    gone: Mapping[int, int] = field(default_factory=dict)
+    """Steps that were recorded this many times, and have no valid record now."""
+
+
+@dataclass(frozen=True)
 class _Place:
     """Up to where a file has been read. Another file of the same name is read from its beginning."""
 
@@ -169,6 +185,18 @@ class RecordLog:
         self.num_skipped, self.resumes = 0, []
         self._place = place
         self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def known_resumes(self, kind: str) -> Resumes:
+        """As the file is now. Unlike other methods, this one takes the lock."""
+        with self.lock:
+            self.refresh()
+            if not self.resumes:
+                return Resumes()
+            table = self.tables[kind]
+            valid = set(table.steps().tolist())
+            return Resumes(
+                tuple(self.resumes), {step: num for step, num in table.num_dropped.items() if step not in valid}
+            )
 
     def refresh(self) -> None:
         """Read the lines that were added. A last line without its end is read when it is complete."""
@@ -220,9 +248,7 @@ class RecordLog:
         else:
             rest = {key: value for key, value in record.items() if key not in _HEAD}
             values, keys = [time, *rest.values()], ("time", *rest)
-        try:
-            np.array(values, dtype=np.float64)
-        except (ValueError, TypeError, OverflowError):
+        if not _are_numbers(values):
             values = [number(value) for value in values]
         self.tables[kind].add(step, keys, values)
 
@@ -259,11 +285,10 @@ def take_many(lines: bytes, tables: Mapping[str, Table]) -> bool:
     return True
 
 
-def number(value: object) -> float:
-    """NaN for what is no number."""
-    if isinstance(value, (int, float)):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.nan
-    return math.nan
+def _are_numbers(values: list[Any]) -> bool:
+    """Whether NumPy makes one row of numbers of them. Looking at all of them together is faster than at each."""
+    try:
+        made = np.array(values)
+    except (ValueError, OverflowError):  # lists of different lengths
+        return False
+    return made.ndim == 1 and made.dtype.kind in "fiub"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 
 from headwater.dashboard.arrow_arrays import numbers_of
 from headwater.dashboard.errors import Refused, bad_request, not_found, unreadable
+from headwater.dashboard.record_log import Resumes
 
+T = TypeVar("T")
+Values = dict[str, Any]
+"""The values of one row by their columns: lists as arrays, other values as they are."""
 Source = Literal["train", "eval"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 FOLDERS: dict[Source, str] = {"train": "rollouts", "eval": "eval"}
@@ -26,6 +30,8 @@ _NAME = re.compile(r"step_(\d{1,12})(?:_part_(\d{1,9}))?(?:-(\d{1,9}))?\.parquet
 _ID = re.compile(r"(eval\.)?(step_[0-9a-z_-]{1,60}):(\d{1,9})")
 _FEW_ROWS = 32
 """Rows that are decoded together when one of a large row group is wanted."""
+_FEW_BYTES = 4 << 20
+"""Fewer of them, if they have more bytes than this."""
 
 FACTS = np.dtype(
     [
@@ -52,6 +58,8 @@ class RolloutFile:
     """The beginning of the ids of its rollouts, such as ``eval.step_000003``."""
     step: int
     part: int
+    number: int
+    """1, or which of the files of this step it is, if the step was computed more than once."""
     path: Path
 
     def id_of(self, row: int) -> str:
@@ -91,8 +99,8 @@ class AllNames:
 class RolloutFiles:
     """The files of one source. Of files of the same step, only the newest one counts: the step was computed again."""
 
-    def __init__(self, run: Path, source: Source, resumes: Callable[[], Sequence[tuple[int, float]]] = tuple) -> None:
-        """``resumes`` gives the steps from which the run was resumed, and when."""
+    def __init__(self, run: Path, source: Source, resumes: Callable[[], Resumes] = Resumes) -> None:
+        """``resumes`` tells what the run's metrics say about resumes now."""
         self.source = source
         self.folder = run / FOLDERS[source]
         self._resumes = resumes
@@ -138,24 +146,24 @@ class RolloutFiles:
 
     def _look(self) -> None:
         try:
-            stamp = (self.folder.stat().st_mtime_ns, len(resumes := list(self._resumes())))
+            stamp = (self.folder.stat().st_mtime_ns, resumes := self._resumes())
         except OSError:
             self._stamp, self._files, self._by_key, self._by_step = (), [], {}, {}
             return
         if stamp == self._stamp:
             return
-        newest: dict[tuple[int, int], tuple[int, RolloutFile]] = {}
+        newest: dict[tuple[int, int], RolloutFile] = {}
         by_key = {}
         for path in self.folder.iterdir():
             if (match := _NAME.fullmatch(path.name)) is None:
                 continue
             step, part, number = int(match[1]), int(match[2] or 1), int(match[3] or 1)
             prefix = "eval." if self.source == "eval" else ""
-            file = by_key[f"{prefix}{path.stem}"] = RolloutFile(f"{prefix}{path.stem}", step, part, path)
-            if number >= newest.get((step, part), (0, file))[0]:
-                newest[step, part] = number, file
-        files = [file for _, (_, file) in sorted(newest.items())]
-        if resumes:
+            file = by_key[f"{prefix}{path.stem}"] = RolloutFile(f"{prefix}{path.stem}", step, part, number, path)
+            if number >= newest.get((step, part), file).number:
+                newest[step, part] = file
+        files = [file for _, file in sorted(newest.items())]
+        if resumes.times:
             files = [file for file in files if not _is_superseded(file, resumes)]
         self._stamp, self._files, self._by_key = stamp, files, by_key
         self._by_step = {}
@@ -163,13 +171,19 @@ class RolloutFiles:
             self._by_step.setdefault(file.step, []).append(file)
 
 
-def _is_superseded(file: RolloutFile, resumes: Iterable[tuple[int, float]]) -> bool:
-    """Whether the run was resumed from an earlier step after the file was written."""
+def _is_superseded(file: RolloutFile, resumes: Resumes) -> bool:
+    """Whether the run was resumed from an earlier step after the file was written.
+
+    Each time that a step was computed, it got a record and a file. If its records are invalid, so are as many files,
+    also in a copy whose files have other times. The time tells it of a file whose record was never written.
+    """
+    if file.number <= resumes.gone.get(file.step, 0):
+        return True
     try:
         written = file.path.stat().st_mtime
     except OSError:
         return False
-    return any(file.step > step and written < at for step, at in resumes)
+    return any(file.step > step and written < at for step, at in resumes.times)
 
 
 def parse_id(text: str) -> tuple[Source, str, int]:
@@ -200,24 +214,43 @@ class OpenFile:
         wanted = [name for name in columns if name in self.columns]
         return self._guarded(lambda: self._parquet.read(columns=wanted, use_threads=False))
 
-    def row(self, row: int, columns: Iterable[str]) -> dict[str, Any]:
-        """One row: lists as arrays, other values as they are."""
-        (found,) = self.rows([row], columns)
+    def is_large(self, row: int) -> bool:
+        """Whether a row has so many tokens that its columns should not all be in memory at once."""
+        begin, metadata = 0, self._parquet.metadata
+        for group in range(metadata.num_row_groups):
+            if begin <= row < begin + metadata.row_group(group).num_rows:
+                return self._bytes_per_row(group) > _FEW_BYTES
+            begin += metadata.row_group(group).num_rows
+        return False
+
+    def _bytes_per_row(self, group: int) -> float:
+        """How large the rows of a row group are in memory, on average and about: eight bytes for each value, and the
+        texts. Equal values need nearly no bytes in the file."""
+        found = self._parquet.metadata.row_group(group)
+        num_values = sum(found.column(place).num_values for place in range(found.num_columns))
+        return int(found.total_byte_size + 8 * num_values) / max(1, int(found.num_rows))
+
+    def row(self, row: int, columns: Iterable[str]) -> Values:
+        (found,) = self.rows([row], columns, lambda _, values: values)
         return found
 
-    def rows(self, rows: Sequence[int], columns: Iterable[str]) -> list[dict[str, Any]]:
-        """Some rows, in the order in which they are asked for. Only their row groups are read."""
+    def rows(self, rows: Sequence[int], columns: Iterable[str], make: Callable[[int, Values], T]) -> list[T]:
+        """What ``make`` makes of some rows, in the order in which they are asked for. Only their row groups are read,
+        and only a few rows are in memory at a time: one with a million tokens takes 50 MB."""
         for row in rows:
             if not 0 <= row < self.num_rows:
                 name = self.file.path.name
                 raise not_found(f"{name} has {self.num_rows} rollouts; there is no number {row} in it.")
         wanted = [name for name in columns if name in self.columns]
-        found: dict[int, dict[str, Any]] = {}
-        if wanted:
-            self._guarded(lambda: found.update(self._wanted_rows(set(rows), wanted)))
-        return [found.get(row, {}) for row in rows]
+        found: dict[int, T] = {}
+        if wanted and rows:
+            read = ((row, make(row, values)) for row, values in self._wanted_rows(set(rows), wanted))
+            self._guarded(lambda: found.update(read))
+            if self.is_large(rows[0]):
+                pa.default_memory_pool().release_unused()
+        return [found[row] if row in found else make(row, {}) for row in rows]
 
-    def _wanted_rows(self, rows: set[int], columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def _wanted_rows(self, rows: set[int], columns: list[str]) -> Iterator[tuple[int, Values]]:
         begin = 0
         metadata = self._parquet.metadata
         for group in range(metadata.num_row_groups):
@@ -225,8 +258,9 @@ class OpenFile:
             left = {row for row in rows if begin <= row < end}
             place = begin
             if left:
+                at_once = int(min(_FEW_ROWS, max(1, _FEW_BYTES // max(1, self._bytes_per_row(group)))))
                 for batch in self._parquet.iter_batches(
-                    _FEW_ROWS, row_groups=[group], columns=columns, use_threads=False
+                    at_once, row_groups=[group], columns=columns, use_threads=False
                 ):
                     for row in sorted(row for row in left if place <= row < place + batch.num_rows):
                         yield row, {name: _value(batch.column(name), row - place) for name in columns}
@@ -244,7 +278,7 @@ class OpenFile:
         table = self.read(light)
         facts = np.zeros(self.num_rows, FACTS)
         facts["file"], facts["row"] = number, np.arange(self.num_rows)
-        facts["gap"] = np.nan
+        facts["gap"] = facts["reward"] = np.nan
         for name, field in _NUMBERS.items():
             if name in table.column_names:
                 facts[field] = _numbers(table[name], FACTS[field])
@@ -292,7 +326,7 @@ def _value(column: Any, place: int) -> Any:
 
 def _numbers(column: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        return np.zeros(len(column), dtype)
+        return np.full(len(column), np.nan if dtype.kind == "f" else 0, dtype)
     values: NDArray[np.float64] = numbers_of(column).astype(np.float64)
     if dtype.kind == "f":
         return values.astype(dtype)

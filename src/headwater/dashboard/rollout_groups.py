@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
+from headwater.dashboard.plain_values import finite, floats
 from headwater.dashboard.rollout_files import FACTS, OpenFile, RolloutFile, Source
 from headwater.dashboard.rollout_query import read_rows, step_facts
-from headwater.dashboard.rollout_row import MOST_CHARACTERS, ROW_COLUMNS, decimal, messages_of, row_of, text
+from headwater.dashboard.rollout_row import MOST_CHARACTERS, ROW_COLUMNS, messages_of, row_of, text
 from headwater.dashboard.runs import Run
-from headwater.dashboard.series import jsonable as floats
 
 _GROUP_CHARACTERS = 20_000
 _MOST_STEPS = 200
@@ -40,7 +41,9 @@ def groups(
     found = [_group(uid, facts[of_uid]) for uid, of_uid in places.items()]
     if sort != "place":
         name = {"reward": "reward_mean", "length": "length_mean"}.get(sort, sort)
-        found.sort(key=lambda each: each[name] or 0.0, reverse=not is_ascending)
+        known = [each for each in found if each[name] is not None]
+        unknown = [each for each in found if each[name] is None]
+        found = sorted(known, key=lambda each: each[name], reverse=not is_ascending) + unknown
     elif not is_ascending:
         found.reverse()
     page = found[offset : offset + limit]
@@ -52,16 +55,17 @@ def groups(
 
 
 def _group(uid: str, facts: NDArray[np.void]) -> dict[str, Any]:
-    rewards = facts["reward"]
+    known = facts["reward"][np.isfinite(facts["reward"])]
+    low, high = (float(known.min()), float(known.max())) if len(known) else (None, None)
     return {
         "uid": uid,
         "num": len(facts),
-        "reward_mean": decimal(rewards.mean()),
-        "reward_min": decimal(rewards.min()),
-        "reward_max": decimal(rewards.max()),
-        "spread": decimal(rewards.max() - rewards.min()),
-        "rewards": floats(rewards),
-        "length_mean": decimal(facts["length"].mean()),
+        "reward_mean": float(known.mean()) if len(known) else None,
+        "reward_min": low,
+        "reward_max": high,
+        "spread": high - low if high is not None and low is not None else None,
+        "rewards": floats(facts["reward"]),
+        "length_mean": finite(facts["length"].mean()),
         "turns_max": int(facts["turns"].max()),
         "failures": int(facts["failures"].sum()),
         "first": (int(facts["file"][0]), int(facts["row"][0])),
@@ -81,18 +85,8 @@ def group(run: Run, source: Source, step: int, uid: str) -> dict[str, Any]:
         file = files[file_number]
         its = chosen[chosen["file"] == file_number]["row"].tolist()
         with OpenFile(file) as opened:
-            read = opened.rows(its, (*ROW_COLUMNS, "messages", "ground_truth"))
-        first = first or read[0]
-        for row, values in zip(its, read, strict=True):
-            response = text(values.get("response"))
-            rows.append(
-                {
-                    **row_of(file.id_of(row), values),
-                    "response": response[:_GROUP_CHARACTERS],
-                    "is_cut": len(response) > _GROUP_CHARACTERS,
-                    "messages": messages_of(values.get("messages")),
-                }
-            )
+            first = first or opened.row(its[0], ("prompt", "data_source", "ground_truth"))
+            rows += opened.rows(its, (*ROW_COLUMNS, "messages"), partial(_sample, file))
     return {
         "uid": uid,
         "step": step,
@@ -102,6 +96,17 @@ def group(run: Run, source: Source, step: int, uid: str) -> dict[str, Any]:
         "ground_truth": text(first.get("ground_truth"))[:MOST_CHARACTERS],
         "rollouts": rows,
         "problems": problems,
+    }
+
+
+def _sample(file: RolloutFile, row: int, values: dict[str, Any]) -> dict[str, Any]:
+    """A row with its whole text."""
+    response = text(values.get("response"))
+    return {
+        **row_of(file.id_of(row), values),
+        "response": response[:_GROUP_CHARACTERS],
+        "is_cut": len(response) > _GROUP_CHARACTERS,
+        "messages": messages_of(values.get("messages")),
     }
 
 
@@ -133,14 +138,16 @@ def over_steps(run: Run, source: Source, uid: str) -> dict[str, Any]:
 
 
 def _at_step(step: int, facts: NDArray[np.void], files: Sequence[RolloutFile], problems: list[str]) -> dict[str, Any]:
-    places = [int(facts["reward"].argmax()), int(facts["reward"].argmin())]
+    rewards = facts["reward"]
+    is_known = np.isfinite(rewards)
+    places = [int(np.where(is_known, rewards, -np.inf).argmax()), int(np.where(is_known, rewards, np.inf).argmin())]
     wanted = {place: (int(facts["file"][place]), int(facts["row"][place])) for place in places}
     shown = {place: read_rows(files[file], [row], problems).get(row) for place, (file, row) in wanted.items()}
     return {
         "step": step,
-        "rewards": floats(facts["reward"]),
-        "reward_mean": decimal(facts["reward"].mean()),
-        "length_mean": decimal(facts["length"].mean()),
+        "rewards": floats(rewards),
+        "reward_mean": float(rewards[is_known].mean()) if is_known.any() else None,
+        "length_mean": finite(facts["length"].mean()),
         "best": shown[places[0]],
         "worst": shown[places[1]],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class RolloutIndex:
         self._blocks: list[NDArray[np.void]] = []
         self._open: list[NDArray[np.void]] = []
         self._num_open = 0
-        self._rows_of_step: dict[int, int] = {}
+        self._rows_of_file: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -83,10 +84,14 @@ class RolloutIndex:
         with self._lock:
             return list(self._read)
 
-    def rows_of_step(self) -> dict[int, int]:
-        """The number of rollouts of each step that was indexed."""
+    def rows_of(self, files: Iterable[RolloutFile]) -> dict[int, int]:
+        """The number of rollouts of each step, as far as its ``files`` are indexed."""
+        found: dict[int, int] = {}
         with self._lock:
-            return dict(self._rows_of_step)
+            for file in files:
+                if file.key in self._rows_of_file:
+                    found[file.step] = found.get(file.step, 0) + self._rows_of_file[file.key]
+        return found
 
     def _build(self) -> None:
         while not self._stop.is_set():
@@ -113,7 +118,7 @@ class RolloutIndex:
         with self._lock:
             self._numbers[file.key] = number
             self._read.append(file)
-            self._rows_of_step[file.step] = self._rows_of_step.get(file.step, 0) + len(facts)
+            self._rows_of_file[file.key] = len(facts)
             if len(facts):
                 self._open.append(facts)
                 self._num_open += len(facts)

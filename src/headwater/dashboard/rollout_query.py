@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import Refused, bad_request
+from headwater.dashboard.parameters import listed, number, one_of, source_in, whole
 from headwater.dashboard.rollout_files import (
     FACTS,
-    SOURCES,
     AllNames,
     OpenFile,
     RolloutFile,
@@ -83,46 +84,6 @@ class Query:
             limit=whole(given, "limit", 50, low=1, high=200) or 50,
             cursor=given.get("cursor", ""),
         )
-
-
-def source_in(given: Mapping[str, str]) -> Source:
-    found = one_of(given, "source", SOURCES, "train")
-    return "eval" if found == "eval" else "train"
-
-
-def one_of(given: Mapping[str, str], name: str, known: Sequence[str], default: str) -> str:
-    value = given.get(name) or default
-    if value not in known:
-        raise bad_request(f"{name} = {value[:80]!r}: must be one of {', '.join(each for each in known if each)}.")
-    return value
-
-
-def whole(
-    given: Mapping[str, str], name: str, default: int | None = None, low: int = -(2**53), high: int = 2**53
-) -> int | None:
-    text = given.get(name)
-    if not text:
-        return default
-    if not re.fullmatch(r"-?\d{1,16}", text) or not low <= int(text) <= high:
-        raise bad_request(f"{name} = {text[:80]!r}: must be a whole number of at least {low} and at most {high}.")
-    return int(text)
-
-
-def number(given: Mapping[str, str], name: str) -> float | None:
-    text = given.get(name)
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if value != value or abs(value) == float("inf"):
-        raise bad_request(f"{name} = {text[:80]!r}: must be a number.")
-    return value
-
-
-def listed(given: Mapping[str, str], name: str) -> tuple[str, ...]:
-    return tuple(each for each in given.get(name, "").split(",") if each)
 
 
 @dataclass
@@ -282,9 +243,13 @@ def _matching(found: _Found, text: str) -> list[NDArray[np.bool_]]:
 
 
 def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
-    """Search the texts from the newest step to the oldest, for a limited time."""
+    """Search the texts from the newest step to the oldest, for a limited time. What was found is sorted as asked. In
+    the order of place, it is enough to find a page; in any other, the best may come last."""
     until = time.monotonic() + _SEARCH_S
-    order = np.argsort(_places(found), kind="stable")
+    is_by_place = query.sort == "place"
+    most = query.offset + query.limit if is_by_place else math.inf
+    places = _places(found)
+    order = np.argsort(places if query.is_ascending or not is_by_place else -places, kind="stable")
     begin = 0
     if query.cursor:
         match = _CURSOR.fullmatch(query.cursor)
@@ -295,8 +260,8 @@ def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
     hits: list[Facts] = []
     num_hits = searched = 0
     for number_ in order[begin:].tolist():
-        if time.monotonic() > until or num_hits >= query.offset + query.limit:
-            return _joined(hits), searched, str(number_)
+        if searched and (time.monotonic() > until or num_hits >= most):
+            return _ordered(_joined(hits), query, places), searched, str(number_)
         of_file = _joined([found.blocks[block][first:last] for block, first, last in spans.get(number_, ())])
         searched += len(of_file)
         of_file = of_file[_mask(of_file, query, found.names)]
@@ -305,7 +270,12 @@ def _search_all(query: Query, found: _Found) -> tuple[Facts, int, str | None]:
             with opened:
                 hits.append(of_file[opened.matching(query.text)[of_file["row"]]])
             num_hits += len(hits[-1])
-    return _joined(hits), searched, None
+    return _ordered(_joined(hits), query, places), searched, None
+
+
+def _ordered(facts: Facts, query: Query, places: NDArray[np.int64]) -> Facts:
+    keys, place = _keys(facts, query, places)
+    return facts[np.lexsort((place, keys))]
 
 
 def _spans(found: _Found) -> dict[int, list[tuple[int, int, int]]]:
@@ -344,17 +314,17 @@ def read_rows(file: RolloutFile, rows: Sequence[int], problems: list[str]) -> di
         return {}
     with opened:
         try:
-            values = opened.rows(rows, ROW_COLUMNS)
+            listed = opened.rows(rows, ROW_COLUMNS, lambda row, values: row_of(file.id_of(row), values))
         except Refused as refused:
             problems.append(refused.message)
             return {}
-    return {row: row_of(file.id_of(row), each) for row, each in zip(rows, values, strict=True)}
+    return dict(zip(rows, listed, strict=True))
 
 
 def list_steps(run: Run, source: Source) -> dict[str, Any]:
     """The steps that have rollouts. Their numbers of rollouts are known once the index has read them."""
     files, index = run.rollouts[source].files(), run.index[source]
-    counts = index.rows_of_step()
+    counts = index.rows_of(files)
     known: dict[int, int] = {}
     for file in files:
         known[file.step] = known.get(file.step, 0) + 1
@@ -367,17 +337,3 @@ def list_steps(run: Run, source: Source) -> dict[str, Any]:
         "index": state,
         "problems": list(index.problems),
     }
-
-
-def need(given: Mapping[str, str], name: str) -> str:
-    value = given.get(name)
-    if not value:
-        raise bad_request(f"{name}: is needed.")
-    return value
-
-
-def need_step(given: Mapping[str, str]) -> int:
-    step = whole(given, "step")
-    if step is None:
-        raise bad_request("step: is needed.")
-    return step

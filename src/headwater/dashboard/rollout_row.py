@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from headwater.dashboard.plain_values import finite, jsonable
 
 ROW_COLUMNS = (
     "step", "uid", "sample", "data_source", "reward", "response_length", "prompt_length", "stop_reason", "ended_by",
@@ -26,7 +27,7 @@ def row_of(id: str, values: Mapping[str, Any], prompt_characters: int = _PROMPT_
         "uid": text(values.get("uid")),
         "sample": values.get("sample"),
         "data_source": text(values.get("data_source")),
-        "reward": decimal(values.get("reward")),
+        "reward": finite(values.get("reward")),
         "length": response_length(values),
         "prompt_length": values.get("prompt_length"),
         "stop_reason": text(values.get("stop_reason")),
@@ -34,7 +35,7 @@ def row_of(id: str, values: Mapping[str, Any], prompt_characters: int = _PROMPT_
         "turns": values.get("num_turns"),
         "tool_calls": values.get("num_tool_calls") or 0,
         "failures": values.get("num_failed_calls") or 0,
-        "gap": decimal(values.get("logprob_gap")),
+        "gap": finite(values.get("logprob_gap")),
         "advantage": _advantage(values),
         "prompt": text(values.get("prompt"))[:prompt_characters],
         "response": text(values.get("response"))[:_RESPONSE_CHARACTERS],
@@ -54,17 +55,11 @@ def _advantage(values: Mapping[str, Any]) -> float | None:
     if advantages is None or mask is None or len(advantages) != len(mask):
         return None
     trained = np.flatnonzero(mask)
-    return decimal(advantages[trained[-1]]) if len(trained) else None
+    return finite(advantages[trained[-1]]) if len(trained) else None
 
 
 def text(value: object) -> str:
     return value if isinstance(value, str) else ""
-
-
-def decimal(value: object) -> float | None:
-    if isinstance(value, (int, float, np.number)):
-        return float(value) if math.isfinite(value) else None
-    return None
 
 
 def parsed(value: object, default: Any) -> Any:
@@ -75,19 +70,6 @@ def parsed(value: object, default: Any) -> Any:
         return jsonable(json.loads(value))
     except (ValueError, RecursionError):
         return default
-
-
-def jsonable(value: Any, depth: int = 0) -> Any:
-    """Without NaN and infinities, which JSON does not have, and without endless depth."""
-    if depth > 50:
-        return "..."
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(each, depth + 1) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(each, depth + 1) for each in value]
-    return value
 
 
 def messages_of(value: object) -> list[dict[str, Any]]:

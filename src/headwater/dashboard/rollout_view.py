@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
+from headwater.dashboard.plain_values import finite, floats, jsonable
 from headwater.dashboard.rollout_files import OpenFile, RolloutFile, Source, parse_id
 from headwater.dashboard.rollout_row import (
     MOST_CHARACTERS,
     ROW_COLUMNS,
-    decimal,
-    jsonable,
     messages_of,
     parsed,
     response_length,
@@ -25,20 +25,20 @@ from headwater.dashboard.rollout_row import (
     text,
 )
 from headwater.dashboard.runs import Run
-from headwater.dashboard.series import jsonable as floats
 from headwater.dashboard.vocabulary import Vocabulary
 
 VALUES = ("logprobs", "learner_logprobs", "advantages", "returns", "values", "reference_logprobs", "entropies")
 """Columns with one number per token. All but the first have values for trained tokens only."""
 MOST_TOKENS = 20_000
+_MOST_SEGMENTS = 5000
 _TOKENS = ("tokens", "loss_mask", "versions", "prompt_length", "messages", "info", *VALUES)
 _NOT_SAMPLED = -1
-_KEPT_TOKENS = 4_000_000
-"""Tokens of rollouts that were looked at last are kept, so that paging through a long one reads it once."""
-_SHOWN = (
-    *ROW_COLUMNS, "messages", "ground_truth", "info", "turn_rewards", "loss_mask", "versions", "logprobs",
-    "learner_logprobs", "returns", "values", "reference_logprobs", "entropies",
-)  # fmt: skip
+_KEPT_BYTES = 32 << 20
+"""Rollouts that were looked at last are kept up to this size, so that paging through a long one reads it once. The
+newest one is kept, however large it is."""
+_MOST_KEPT = 64
+_OF_TOKENS = ("advantages", "loss_mask")
+_SHOWN = (*(name for name in ROW_COLUMNS if name not in _OF_TOKENS), "messages", "ground_truth", "info", "turn_rewards")
 
 Array = NDArray[Any]
 
@@ -53,7 +53,7 @@ class Tokens:
     prompt_length: int
     values: Mapping[str, Array]
     retokenised: Sequence[int] = ()
-    """Places of tokens that repeat an earlier reply of the model, made from its text again."""
+    """Places of tokens whose text is an earlier reply of the model. Found by the text, so it is a guess."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any], vocabulary: Vocabulary) -> Tokens:
@@ -62,21 +62,35 @@ class Tokens:
         mask, versions = (
             _fitted(_ints(row.get(name)), size, missing) for name, missing in (("loss_mask", 0), ("versions", -1))
         )
+        mask = (mask != 0).astype(np.int8)
         values = {}
         for name in VALUES:
             given = row.get(name)
             if given is not None and len(given) == size and (size or name == "logprobs"):
-                sampled = versions != _NOT_SAMPLED if name == "logprobs" else mask != 0
-                values[name] = np.where(sampled, np.asarray(given, np.float64), np.nan).astype(np.float32)
+                values[name] = np.array(given, np.float32)
+                values[name][(versions == _NOT_SAMPLED) if name == "logprobs" else (mask == 0)] = np.nan
         prompt_length = max(0, min(size, int(row.get("prompt_length") or 0)))
-        again = retokenised(row, ids[:prompt_length].tolist(), vocabulary)
-        return cls(ids, mask.astype(np.int8), versions, prompt_length, values, again)
+        return cls(ids, mask, versions, prompt_length, values, retokenised(row, ids[:prompt_length], vocabulary))
+
+    @classmethod
+    def read(cls, opened: OpenFile, row: int, vocabulary: Vocabulary) -> Tokens:
+        """From a file. The columns of a long rollout are read one after the other, each as small as it is kept."""
+        if not opened.is_large(row):
+            return cls.of(opened.row(row, _TOKENS), vocabulary)
+        columns = {name: _small(name, opened.row(row, (name,)).get(name)) for name in _TOKENS}
+        made = cls.of(columns, vocabulary)
+        pa.default_memory_pool().release_unused()
+        return made
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.ids, self.mask, self.versions, *self.values.values()))
 
     @property
     def kinds(self) -> Array:
         """0 prompt, 1 trained, 2 sampled but not trained, 3 inserted."""
         sampled = self.versions != _NOT_SAMPLED
-        kinds = np.where(self.mask != 0, 1, np.where(sampled, 2, 3))
+        kinds = np.where(self.mask != 0, np.int8(1), np.where(sampled, np.int8(2), np.int8(3)))
         kinds[: self.prompt_length] = np.where(sampled[: self.prompt_length], kinds[: self.prompt_length], 0)
         return kinds
 
@@ -85,7 +99,7 @@ class Tokens:
         """The turn of the model to which a token belongs; -1 outside. A turn is a run of sampled tokens."""
         sampled = self.versions != _NOT_SAMPLED
         begins = sampled & ~np.concatenate([[False], sampled[:-1]]) if len(sampled) else sampled
-        return np.where(sampled, np.cumsum(begins) - 1, -1)
+        return np.where(sampled, np.cumsum(begins, dtype=np.int32) - 1, np.int32(-1))
 
     @property
     def difference(self) -> Array | None:
@@ -96,19 +110,24 @@ class Tokens:
 
 
 def _ints(given: Any) -> Array:
+    """Four bytes each: neither a vocabulary nor a run has more tokens or versions. Never a view of what Arrow holds."""
     if given is None:
-        return np.zeros(0, np.int64)
-    array = np.asarray(given)
-    return (
-        np.nan_to_num(array.astype(np.float64)).astype(np.int64)
-        if array.dtype.kind not in "iub"
-        else array.astype(np.int64)
-    )
+        return np.zeros(0, np.int32)
+    array, limit = np.asarray(given), np.iinfo(np.int32)
+    known = array.astype(np.int64, copy=False) if array.dtype.kind in "ib" else np.nan_to_num(array.astype(np.float64))
+    small: Array = np.clip(known, limit.min, limit.max).astype(np.int32)
+    return small
+
+
+def _small(name: str, given: Any) -> Any:
+    if not isinstance(given, np.ndarray):
+        return given
+    return np.array(given, np.float32) if name in VALUES else _ints(given)
 
 
 def _fitted(array: Array, size: int, missing: int) -> Array:
     """Of ``size``, even if a file is damaged in a way that Parquet does not notice."""
-    return array if len(array) == size else np.full(size, missing, np.int64)
+    return array if len(array) == size else np.full(size, missing, np.int32)
 
 
 class TokenCache:
@@ -129,13 +148,15 @@ class TokenCache:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         with OpenFile(file) as opened:
-            tokens = Tokens.of(opened.row(row, _TOKENS), run.vocabulary)
+            if opened.is_large(row):
+                with self._lock:
+                    self._kept.clear()  # before there are two large ones
+            tokens = Tokens.read(opened, row, run.vocabulary)
         with self._lock:
             self._kept[key] = tokens
-            while len(self._kept) > 1 and sum(len(each.ids) for each in self._kept.values()) > _KEPT_TOKENS:
-                self._kept.popitem(last=False)
-            while len(self._kept) > 64:
-                self._kept.popitem(last=False)
+            num_bytes = sum(each.num_bytes for each in self._kept.values())
+            while len(self._kept) > 1 and (num_bytes > _KEPT_BYTES or len(self._kept) > _MOST_KEPT):
+                num_bytes -= self._kept.popitem(last=False)[1].num_bytes
         return tokens
 
 
@@ -153,6 +174,7 @@ def rollout(run: Run, id: str, cache: TokenCache) -> dict[str, Any]:
         siblings = _siblings(opened, file, values)
         num_rows, columns = opened.num_rows, [name for name in VALUES if name in opened.columns]
     tokens = cache.tokens(run, id)
+    values |= {"advantages": tokens.values.get("advantages"), "loss_mask": tokens.mask}
     prompt, response = text(values.get("prompt")), text(values.get("response"))
     listed = row_of(id, values)
     return {
@@ -167,7 +189,7 @@ def rollout(run: Run, id: str, cache: TokenCache) -> dict[str, Any]:
         "messages": messages_of(values.get("messages")),
         "info": parsed(values.get("info"), {}),
         "reward_info": {name.removeprefix("reward_"): jsonable(values.get(name)) for name in extra},
-        "turn_rewards": [decimal(each) for each in values.get("turn_rewards", ())],
+        "turn_rewards": [finite(each) for each in values.get("turn_rewards", ())],
         "columns": columns,
         "exact_bytes": run.vocabulary.is_exact(),
         "policy_versions": sorted({int(each) for each in np.unique(tokens.versions) if each != _NOT_SAMPLED}),
@@ -190,7 +212,7 @@ def _siblings(opened: OpenFile, file: RolloutFile, values: Mapping[str, Any]) ->
     uids = table.get("uid", [])
     samples, rewards = (table.get(name) or [None] * len(uids) for name in ("sample", "reward"))
     return [
-        {"id": file.id_of(place), "sample": samples[place], "reward": decimal(rewards[place])}
+        {"id": file.id_of(place), "sample": samples[place], "reward": finite(rewards[place])}
         for place, uid in enumerate(uids)
         if uid == values.get("uid")
     ]
@@ -198,14 +220,15 @@ def _siblings(opened: OpenFile, file: RolloutFile, values: Mapping[str, Any]) ->
 
 def segments(tokens: Tokens) -> list[list[Any]]:
     """Runs of tokens of the same kind: from, to, and whether they are the prompt, sampled or inserted."""
-    kinds = np.array(["prompt", "sampled", "sampled", "inserted"])[tokens.kinds] if len(tokens.ids) else np.array([])
+    kinds = tokens.kinds
     if not len(kinds):
         return []
-    edges = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
-    starts = [0, *edges.tolist()]
-    return [[begin, end, str(kinds[begin])] for begin, end in zip(starts, [*starts[1:], len(kinds)], strict=True)][
-        :5000
-    ]
+    kinds[kinds == 2] = 1
+    starts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist()][: _MOST_SEGMENTS + 1]
+    ends = [*starts[1:], len(kinds)]
+    names = {0: "prompt", 1: "sampled", 3: "inserted"}
+    found = [[begin, end, names[int(kinds[begin])]] for begin, end in zip(starts, ends, strict=True)]
+    return found[:_MOST_SEGMENTS]
 
 
 def ranges(tokens: Tokens) -> dict[str, list[float]]:
@@ -213,9 +236,9 @@ def ranges(tokens: Tokens) -> dict[str, list[float]]:
     found = {}
     difference = tokens.difference
     for name, values in {**tokens.values, **({} if difference is None else {"difference": difference})}.items():
-        finite = values[np.isfinite(values)]
-        if len(finite):
-            found[name] = [float(finite.min()), float(finite.max())]
+        known = values[np.isfinite(values)]
+        if len(known):
+            found[name] = [float(known.min()), float(known.max())]
     return found
 
 
@@ -247,17 +270,18 @@ def token_page(run: Run, id: str, cache: TokenCache, offset: int, limit: int) ->
     }
 
 
-def retokenised(row: Mapping[str, Any], prompt: Sequence[int], vocabulary: Vocabulary) -> list[int]:
-    """Tokens of the prompt that repeat a reply of the model.
+def retokenised(row: Mapping[str, Any], prompt: Array, vocabulary: Vocabulary) -> list[int]:
+    """Tokens of the prompt whose text is that of an earlier reply of the model: perhaps tokenised again.
 
     An agent that changes the conversation begins a new piece of its episode. The prompt of that piece contains earlier
-    replies, tokenised from their text and perhaps not as they were sampled. They are not trained there.
+    replies, tokenised from their text. Whether as they were sampled is not recorded, so all of them are marked. They
+    are not trained there.
     """
     info = parsed(row.get("info"), {})
     pieces = info.get("num_pieces") if isinstance(info, Mapping) else None
     if not isinstance(pieces, int) or pieces < 2:
         return []
-    spelled = [piece or b"" for piece in vocabulary.pieces(prompt)]
+    spelled = [piece or b"" for piece in vocabulary.pieces(prompt.tolist())]
     ends, whole, begin = np.cumsum([len(piece) for piece in spelled]), b"".join(spelled), 0
     found: list[int] = []
     for message in messages_of(row.get("messages")):
@@ -274,18 +298,18 @@ def mismatches(run: Run, id: str, cache: TokenCache, count: int) -> dict[str, An
     difference = tokens.difference
     if difference is None:
         return {"id": id, "tokens": []}
-    sizes = np.abs(np.nan_to_num(difference, nan=-1.0))
-    sizes[~np.isfinite(difference)] = -1.0
-    order = np.argsort(-sizes, kind="stable")[:count]
-    order = order[sizes[order] >= 0]
+    sizes = np.where(np.isfinite(difference), np.abs(difference), np.float32(-1.0))
+    least = np.partition(sizes, -count)[-count] if len(sizes) > count else -1.0
+    order = np.flatnonzero((sizes >= least) & (sizes >= 0))
+    order = order[np.argsort(-sizes[order], kind="stable")][:count]
     return {
         "id": id,
         "tokens": [
             {
                 "place": place,
                 "difference": float(difference[place]),
-                "logprob": decimal(tokens.values["logprobs"][place]),
-                "learner_logprob": decimal(tokens.values["learner_logprobs"][place]),
+                "logprob": finite(tokens.values["logprobs"][place]),
+                "learner_logprob": finite(tokens.values["learner_logprobs"][place]),
                 "text": _text_at(run.vocabulary, tokens, place),
             }
             for place in order.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.metric_texts import texts
+from headwater.dashboard.plain_values import finite, floats
 from headwater.dashboard.record_log import KINDS, Floats, RecordLog, Table
 
 MOST_POINTS = 4000
@@ -28,11 +28,6 @@ STAGES = {
 }
 """The stages of a step in their order. They add up to ``time/step_s``."""
 _LAG = re.compile(r"staleness/lag_(\d{1,6})")
-
-
-def jsonable(values: Floats) -> list[float | None]:
-    """JSON has no NaN."""
-    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 class Buckets:
@@ -83,9 +78,9 @@ def sampled(
             continue
         values = table.column(key)[begin:end]
         series[key] = {
-            "mean": jsonable(buckets.mean(values)),
-            "min": jsonable(buckets.low(values)) if buckets.is_sampled else None,
-            "max": jsonable(buckets.high(values)) if buckets.is_sampled else None,
+            "mean": floats(buckets.mean(values)),
+            "min": floats(buckets.low(values)) if buckets.is_sampled else None,
+            "max": floats(buckets.high(values)) if buckets.is_sampled else None,
             "num_not_finite": int(np.isinf(values).sum()),
         }
     times = table.column("time")[begin:end]
@@ -93,7 +88,7 @@ def sampled(
         "is_sampled": buckets.is_sampled,
         "num": end - begin,
         "steps": buckets.last(steps[begin:end]).tolist(),
-        "times": jsonable(buckets.last(times)) if len(times) else [],
+        "times": floats(buckets.last(times)) if len(times) else [],
         "series": series,
         "unknown": [key for key in keys if key not in known],
     }
@@ -132,19 +127,19 @@ def staleness(table: Table) -> dict[str, Any]:
     return {
         "steps": buckets.last(steps).tolist(),
         "lags": [lag for lag, _ in matches],
-        "shares": [jsonable(buckets.mean(each)) for each in columns],
+        "shares": [floats(buckets.mean(each)) for each in columns],
         "last": [float(each[-1]) for each in columns if len(each)],
-        "mean": jsonable(buckets.mean(mean)),
-        "dropped_groups": jsonable(buckets.mean(table.column("staleness/dropped_groups"))),
-        "masked_tokens": jsonable(buckets.mean(table.column("staleness/masked_tokens"))),
+        "mean": floats(buckets.mean(mean)),
+        "dropped_groups": floats(buckets.mean(table.column("staleness/dropped_groups"))),
+        "masked_tokens": floats(buckets.mean(table.column("staleness/masked_tokens"))),
     }
 
 
 def mean_lag(record: dict[str, Any]) -> float | None:
     """How many versions old the trained tokens of one record are, on average."""
-    shares = {int(match[1]): value for key, value in record.items() if (match := _LAG.fullmatch(key))}
-    numbers = {lag: share for lag, share in shares.items() if isinstance(share, (int, float))}
-    return sum(lag * share for lag, share in numbers.items()) if numbers else None
+    shares = {int(match[1]): finite(value) for key, value in record.items() if (match := _LAG.fullmatch(key))}
+    numbers = [lag * share for lag, share in shares.items() if share is not None]
+    return sum(numbers) if numbers else None
 
 
 def stages(table: Table) -> dict[str, Any]:
@@ -159,11 +154,10 @@ def stages(table: Table) -> dict[str, Any]:
     return {
         "steps": buckets.last(steps).tolist(),
         "stages": [
-            {"name": name, "text": STAGES[name], "seconds": jsonable(buckets.mean(each))}
-            for name, each in shown.items()
+            {"name": name, "text": STAGES[name], "seconds": floats(buckets.mean(each))} for name, each in shown.items()
         ],
-        "step_s": jsonable(buckets.mean(step_s)),
-        "generate_s": jsonable(buckets.mean(generate)) if np.isfinite(generate).any() else None,
-        "reward_s": jsonable(buckets.mean(reward)) if np.isfinite(reward).any() else None,
+        "step_s": floats(buckets.mean(step_s)),
+        "generate_s": floats(buckets.mean(generate)) if np.isfinite(generate).any() else None,
+        "reward_s": floats(buckets.mean(reward)) if np.isfinite(reward).any() else None,
         "totals": {name: float(each.sum()) for name, each in shown.items()},
     }

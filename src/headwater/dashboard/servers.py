@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from headwater.dashboard.overview import engine_numbers, finite
-from headwater.dashboard.rollout_row import jsonable
+from headwater.dashboard.engine_view import engine_numbers
+from headwater.dashboard.plain_values import finite, jsonable
 
 _LIMIT_S = 3.0
 _MOST_BYTES = 1 << 20
@@ -52,10 +52,20 @@ async def _get(client: aiohttp.ClientSession, url: str) -> dict[str, Any]:
     async with client.get(url, allow_redirects=False) as reply:
         if reply.status != 200:
             raise ValueError(f"{url} answers with status {reply.status}")
-        content = json.loads(await reply.content.read(_MOST_BYTES))
+        content = json.loads(await _whole(reply, url))
     if not isinstance(content, Mapping):
         raise ValueError(f"{url} does not answer with a JSON object")
     return dict(jsonable(content))
+
+
+async def _whole(reply: aiohttp.ClientResponse, url: str) -> bytes:
+    """All that the server sends. It comes in pieces; a single read would give the first one."""
+    found = bytearray()
+    async for piece in reply.content.iter_any():
+        found += piece
+        if len(found) > _MOST_BYTES:
+            raise ValueError(f"{url} answers with more than {_MOST_BYTES >> 20} MB")
+    return bytes(found)
 
 
 async def _model(client: aiohttp.ClientSession, url: str) -> str:

@@ -12,7 +12,7 @@ from headwater.config.keys import settings as known_settings
 from headwater.config.load import LoadedConfig
 from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError
-from headwater.dashboard.rollout_row import jsonable
+from headwater.dashboard.plain_values import jsonable
 from headwater.dashboard.runs import Run
 from headwater.observe.evidence import recorded_config
 

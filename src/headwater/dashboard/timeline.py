@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from headwater.dashboard.overview import trace_files
-from headwater.dashboard.record_log import number
 from headwater.dashboard.runs import Run
 from headwater.dashboard.series import STAGES
 from headwater.observe.trace import TRACKS
@@ -25,8 +24,11 @@ _TEXTS = {
 _ORDER = (*TRACKS, *(name for name in STAGES if name not in TRACKS))
 _WINDOW_S = 60.0
 _WINDOW_STEPS = 5
-_MOST_TRACE_BYTES = 64 << 20
+_MOST_TRACE_BYTES = 24 << 20
+"""Of all traces together. In memory, they are several times as large."""
 _STAGES_IN_ORDER = ("wait", "experience", "train", "publish", "record", "evaluate", "checkpoint", "offload")
+_CONCURRENT = ("generate", "reward")
+"""They run beside the stages. Metrics have their length in each step, but not when it was."""
 
 Bar = tuple[float, float, int, str]
 
@@ -42,6 +44,8 @@ class Timeline:
     """When each step was recorded."""
     num_left_out: int
     problems: list[str]
+    traces: tuple[str, ...] = ()
+    """The files that are drawn."""
 
     @property
     def total(self) -> tuple[float, float]:
@@ -69,9 +73,12 @@ class Timelines:
         for name in sorted(whole.rows, key=lambda each: _ORDER.index(each) if each in _ORDER else len(_ORDER)):
             inside = [bar for bar in whole.rows[name] if bar[1] >= since and bar[0] <= to]
             bars = merged(inside, width / most)
-            rows.append({"name": name, "text": _TEXTS.get(name, ""), "bars": [[*bar] for bar in bars]})
+            is_known = whole.source == "trace" or name not in _CONCURRENT
+            told = {"name": name, "text": _TEXTS.get(name, ""), "is_place_known": is_known}
+            rows.append({**told, "bars": [[*bar] for bar in bars]})
         return {
             "source": whole.source,
+            "traces": list(whole.traces),
             "began": whole.began,
             "total": [first, last],
             "window": [since, to],
@@ -82,7 +89,7 @@ class Timelines:
         }
 
     def _whole(self, run: Run) -> Timeline:
-        traces = trace_files(run.path)
+        traces = run.trace_files()
         stamps = [(path.stat().st_mtime_ns, path.stat().st_size) for path in traces if path.exists()]
         with run.records.lock:
             run.records.refresh()
@@ -115,34 +122,64 @@ def merged(bars: Iterable[Bar], narrow: float) -> list[Bar]:
 
 
 def _from_traces(run: Run, traces: list[Path], problems: list[str]) -> Timeline | None:
-    """The newest trace; earlier parts of the run have their own."""
-    path = traces[-1]
+    """All traces: each part of a run that was resumed has its own. Of very many, the newest."""
+    parts: list[_Trace] = []
+    num_bytes = 0
+    for path in reversed(traces):
+        num_bytes += path.stat().st_size if path.exists() else 0
+        if num_bytes > _MOST_TRACE_BYTES:
+            problems.append(f"{path.name} and earlier traces are too large together; open them in ui.perfetto.dev.")
+            break
+        if (part := _read_trace(path, problems)) is not None:
+            parts.insert(0, part)
+    if not parts:
+        return None
+    began = min(part.began for part in parts)
+    rows: dict[str, list[Bar]] = {}
+    for part in parts:
+        for name, bars in part.rows.items():
+            later = part.began - began
+            moved = ((first + later, last + later, num, label) for first, last, num, label in bars)
+            rows.setdefault(name, []).extend(moved)
+    for bars in rows.values():
+        bars.sort()
+    marks = [(at - began, step) for at, step in _recorded(run)]
+    num_left_out = sum(part.num_left_out for part in parts)
+    return Timeline("trace", began, rows, marks, num_left_out, problems, tuple(part.name for part in parts))
+
+
+@dataclass(frozen=True)
+class _Trace:
+    name: str
+    began: float
+    rows: dict[str, list[Bar]]
+    num_left_out: int
+
+
+def _read_trace(path: Path, problems: list[str]) -> _Trace | None:
     try:
-        if path.stat().st_size > _MOST_TRACE_BYTES:
-            problems.append(f"{path.name} is larger than 64 MiB and is not shown; open it in ui.perfetto.dev.")
-            return None
         content = json.loads(path.read_bytes())
-        events, other = content["traceEvents"], content.get("otherData", {})
-        began = number(other.get("began", 0.0))
+        other = content.get("otherData", {})
+        began = float(other["began"])
+        if not math.isfinite(began):
+            raise ValueError("began is not a time")
         rows: dict[str, list[Bar]] = {}
-        for event in events:
+        for event in content["traceEvents"]:
             if event.get("ph") != "X":
                 continue
-            begin, length = event["ts"] / 1e6, event["dur"] / 1e6
+            begin, length = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+            if not math.isfinite(begin + length):
+                raise ValueError("a bar without a time")
             args = event.get("args") or {}
             spans = args.get("spans", 1)
             label = ", ".join(
                 f"{name} {value}" for name, value in args.items() if name not in ("spans", "most at once")
             )
             rows.setdefault(str(event["name"]), []).append((begin, begin + length, int(spans), label[:200]))
-        for bars in rows.values():
-            bars.sort()
-        left_out = int(other.get("dropped_events", 0))
+        return _Trace(path.name, began, rows, int(other.get("dropped_events", 0))) if rows else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        problems.append(f"{path.name} cannot be read ({type(error).__name__}), so metrics are shown instead.")
+        problems.append(f"{path.name} cannot be read ({type(error).__name__}), so it is not shown.")
         return None
-    marks = [(at - began, step) for at, step in _recorded(run)]
-    return Timeline("trace", began, rows, marks, left_out, problems) if rows else None
 
 
 def _recorded(run: Run) -> list[tuple[float, int]]:
@@ -158,7 +195,7 @@ def _from_metrics(run: Run, problems: list[str]) -> Timeline:
         table = run.records.tables["train"]
         steps, times, step_s = table.steps(), table.column("time"), table.column("time/step_s")
         stages = {name: np.nan_to_num(table.column(f"time/{name}_s")) for name in _STAGES_IN_ORDER}
-        concurrent = {name: np.nan_to_num(table.column(f"time/{name}_s")) for name in ("generate", "reward")}
+        concurrent = {name: np.nan_to_num(table.column(f"time/{name}_s")) for name in _CONCURRENT}
     known = np.isfinite(times) & np.isfinite(step_s)
     if not known.any():
         return Timeline("none", 0.0, {}, [], 0, problems)

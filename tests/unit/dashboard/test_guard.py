@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shutil
@@ -10,13 +11,17 @@ import time
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 from dashboard.parts import SCRIPT, make_run, page, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.cli import ui
 from headwater.cli.main import main
 from headwater.dashboard.assets import Assets
 from headwater.dashboard.encoding import encoded
+from headwater.dashboard.guard import Access, guard
 from headwater.observe.run_directory import RunDirectory
 
 
@@ -27,6 +32,9 @@ from headwater.observe.run_directory import RunDirectory
         {"Host": "127.0.0.1"},
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
+        {"Origin": "http://127.0.0.1:{port}.evil.example"},
+        {"Host": "127.0.0.1:1"},
         {"Origin": "https://127.0.0.1:{port}"},
         {"Sec-Fetch-Site": "cross-site"},
     ],
@@ -83,9 +91,59 @@ def test_a_token_is_needed_where_there_is_one(runs_dir):
         assert (reply.status, reply.headers["Location"]) == (303, "/runs/first?x=1")
         cookie = reply.headers["Set-Cookie"]
         assert "HttpOnly" in cookie
-        assert "SameSite=Strict" in cookie
+        assert "SameSite=Lax" in cookie
         assert client.raw("/api/runs", {"Cookie": cookie.partition(";")[0]})[0].status == 200
         assert client.raw("/api/runs", {"Cookie": cookie.partition("=")[0] + "=x"})[0].status == 401
+
+
+def test_the_token_is_not_on_any_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(ui.TOKEN, raising=False)
+    assert main(["ui", str(tmp_path), "--token", "secret-123", "--no-browser"]) == 2
+    assert "secret-123" not in capsys.readouterr().err
+    monkeypatch.setenv(ui.TOKEN, "short")
+    assert main(["ui", str(tmp_path), "--no-browser"]) == 2
+    assert ui.TOKEN in capsys.readouterr().err
+    monkeypatch.setenv(ui.TOKEN, "secret-123")
+    assert ui._token("") == ui._token("auto") == "secret-123"
+    address = ui.redirect("http://127.0.0.1:7474/?token=secret-123&x=1", str(tmp_path))
+    file = Path(address.removeprefix("file://"))
+    assert "secret" not in address
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert "url=http://127.0.0.1:7474/?token=secret-123&amp;x=1" in file.read_text()
+
+
+def test_a_wrong_port_of_a_tunnel_is_explained(client):
+    body = client.raw("/", {"Host": "localhost:9999"})[1].decode()
+    assert f"ssh -L {client.port}:127.0.0.1:{client.port}" in body
+
+
+def test_a_busy_server_does_not_end_the_events(tmp_path):
+    """After the first event, no error answer can be sent: it is tried again."""
+    from headwater.dashboard.errors import Refused
+    from headwater.dashboard.events import STOPPING, stream
+    from headwater.dashboard.runs import Place, Runs
+
+    make_run(tmp_path, num_steps=1)
+    runs, called = Runs(Place.of(tmp_path)), []
+
+    async def call(work, *args):
+        called.append(work)
+        if len(called) == 2:
+            raise Refused(503, "busy", "Too many.")
+        if len(called) == 3:
+            raise ZeroDivisionError
+        return work(*args)
+
+    async def check() -> None:
+        app = web.Application(middlewares=[guard(Access.of("127.0.0.1", 1))])
+        app[STOPPING] = asyncio.Event()
+        app.router.add_get("/events", lambda request: stream(request, runs, None, call, lambda run: {}))
+        async with TestClient(TestServer(app)) as client:
+            reply = await client.get("/events", headers={"Host": "127.0.0.1:1"})
+            assert await reply.text() == "event: hello\ndata: {}\n\n"
+
+    asyncio.run(check())
+    assert len(called) == 3
 
 
 def test_scripts_in_texts_stay_texts(client):

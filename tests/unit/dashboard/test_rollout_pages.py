@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiny
-from dashboard.parts import TEXT, make_run, save_step, served
+from dashboard.parts import TEXT, add_metrics, make_run, save_step, served
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,6 +79,11 @@ def test_listings_over_all_steps(client):
     more = client.get("/runs/first/rollouts", text="needle", limit=200, cursor=first["next_cursor"])
     assert more["total"] == 8
     assert client.error("/runs/first/rollouts", 400, text="needle", cursor="../x")[0] == "bad_request"
+    by_reward = client.get("/runs/first/rollouts", text="needle", sort="reward", order="asc", limit=5, offset=1)
+    assert by_reward["total"] == 12
+    assert [row["reward"] for row in by_reward["rollouts"]] == pytest.approx([1.1, 1.2, 1.3, 2.0, 2.1])
+    oldest = client.get("/runs/first/rollouts", text="needle", sort="place", order="desc", limit=2)
+    assert [row["id"] for row in oldest["rollouts"]] == ["step_000001:3", "step_000001:2"]
 
 
 def test_groups_side_by_side_and_a_prompt_over_steps(client):
@@ -199,6 +209,45 @@ def test_a_million_tokens_are_paged(tmp_path):
         assert client.get("/runs/first/mismatches", id="step_000009:0")["tokens"][0]["difference"] == 0.25
 
 
+_OPEN_LONG = """
+import re, sys
+from pathlib import Path
+
+from headwater.dashboard.answers import Answers
+from headwater.dashboard.encoding import encoded
+from headwater.dashboard.runs import Place, Runs
+
+answers = Answers(Runs(Place.of(Path(sys.argv[1]))))
+listed = answers.of_run("first", "rollouts", {"step": "9"})["rollouts"]
+assert [row["advantage"] for row in listed] == [0.5] * len(listed)
+for row in listed:
+    for what in ("rollout", "tokens", "mismatches"):
+        encoded(answers.of_run("first", what, {"id": row["id"]}))
+most_kb = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
+print(len(listed), int(most_kb) // 1024)
+"""
+
+
+def test_opening_rollouts_of_a_million_tokens_takes_little_memory(tmp_path):
+    """Two of them, with all columns, in a process of their own."""
+    run, count, num_rows = make_run(tmp_path, num_steps=1), 1_000_000, 2
+    rng, table = np.random.default_rng(0), pq.read_table(save_step(run, 2)).slice(0, num_rows)
+    offsets = pa.array(np.arange(num_rows + 1) * count, pa.int32())
+    noise = pa.array(-rng.random(num_rows * count, np.float32))
+    ids, ones = pa.array(rng.integers(6, 500, num_rows * count)), pa.array(np.ones(num_rows * count, np.int64))
+    whole = {"tokens": ids, "loss_mask": ones, "versions": ones, "advantages": pa.array(np.full(len(ids), 0.5))}
+    for name in ("logprobs", "learner_logprobs", "returns", "values", "reference_logprobs", "entropies"):
+        whole[name] = noise.cast(pa.float64()) if name == "logprobs" else noise
+    kept = table.drop_columns([name for name in whole if name in table.column_names])
+    for name, values in whole.items():
+        kept = kept.append_column(name, pa.ListArray.from_arrays(offsets, values))
+    pq.write_table(kept, run.path / "rollouts" / "step_000009.parquet", row_group_size=1)
+    done = subprocess.run([sys.executable, "-c", _OPEN_LONG, run.path], check=True, capture_output=True, text=True)
+    opened, most_mb = map(int, done.stdout.split())
+    assert opened == num_rows
+    assert most_mb < 240, "with an index over a million rollouts, it is to stay below 300"
+
+
 def test_a_step_that_was_computed_again_is_shown_once(tmp_path):
     run = make_run(tmp_path, num_steps=2)
     newer = save_step(run, 2, num_prompts=1)
@@ -207,6 +256,49 @@ def test_a_step_that_was_computed_again_is_shown_once(tmp_path):
         assert client.get("/runs/first/rollouts", step=2)["rollouts"][0]["id"] == "step_000002-2:0"
         assert client.indexed("/runs/first/rollouts")["total"] == 16
         assert client.get("/runs/first/rollout", id="step_000002:11")["sample"] == 3, "an old address still works"
+        steps = client.get("/runs/first/steps")
+        assert [(each["step"], each["num"]) for each in steps["steps"]] == [(1, 12), (2, 4)]
+        assert steps["total"] == 16
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_steps_that_a_resume_discarded_are_not_shown(tmp_path, is_copied):
+    """Whatever is asked for first, and in a copy, in which all files are newer than the resume."""
+    run = make_run(tmp_path, num_steps=4)
+    now = time.time()
+    if not is_copied:
+        for path in (*run.path.glob("rollouts/*"), *run.path.glob("eval/*")):
+            os.utime(path, (now - 1000.0, now - 1000.0))
+    run.append_metrics({"kind": "resume", "step": 2, "time": now - 500.0})
+    add_metrics(run, 3)
+    save_step(run, 3, num_prompts=1)
+    with served(tmp_path) as client:
+        assert [each["step"] for each in client.get("/runs/first/steps")["steps"]] == [1, 2, 3]
+        assert client.get("/runs/first/rollouts", step=3)["total"] == 4
+        assert [each["step"] for each in client.get("/runs/first/steps", source="eval")["steps"]] == []
+        assert client.error("/runs/first/rollouts", 404, step=4)[0] == "not_found"
+        assert client.indexed("/runs/first/rollouts")["total"] == 28
+
+
+def test_a_missing_reward_is_not_zero(tmp_path):
+    run = make_run(tmp_path, num_steps=1)
+    path = run.path / "rollouts" / "step_000001.parquet"
+    table = pq.read_table(path)
+    rewards = [None, float("nan"), 1.0, 2.0, None, None, None, None, *[-1.0] * 4]
+    place = table.schema.get_field_index("reward")
+    pq.write_table(table.set_column(place, "reward", pa.array(rewards, pa.float64())), path)
+    pq.write_table(table.drop_columns(["reward"]), run.path / "rollouts" / "step_000002.parquet")
+    with served(tmp_path) as client:
+        groups = client.get("/runs/first/groups", step=1, sort="reward", order="asc")["groups"]
+        assert [(each["uid"], each["reward_mean"]) for each in groups] == [
+            ("row/2", -1.0), ("row/0", 1.5), ("row/1", None)
+        ]  # fmt: skip
+        assert groups[1]["rewards"] == [None, None, 1.0, 2.0]
+        assert client.get("/runs/first/rollouts", step=2, min_reward=-1, max_reward=1)["total"] == 0
+        assert client.get("/runs/first/groups", step=2)["groups"][0]["reward_min"] is None
+        client.indexed("/runs/first/rollouts")
+        first = client.get("/runs/first/prompt", uid="row/0")["steps"][0]
+        assert (first["best"]["reward"], first["worst"]["reward"]) == (2.0, 1.0)
 
 
 def test_files_that_cannot_be_read_do_not_hide_the_others(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 from dashboard.parts import COUNTS, add_metrics, make_run, served
 
+from headwater.dashboard import metric_texts
 from headwater.dashboard.servers import server_states
 
 
@@ -56,7 +58,9 @@ def test_the_ledger_adds_up(client):
     assert (ledger["missing"], ledger["balanced"]) == (0, True)
 
 
-@pytest.mark.parametrize(("dispatched", "drops"), [(12, {"stale": 1}), (15, {}), (12, {"stale": 9})])
+@pytest.mark.parametrize(
+    ("dispatched", "drops"), [(12, {"stale": 1}), (15, {}), (12, {"stale": 9}), (12, {"stale": 1, "filtered": 1})]
+)
 def test_the_ledger_adds_up_whatever_the_status_says(tmp_path, dispatched, drops):
     run = make_run(tmp_path, num_steps=1)
     text = run.status_file.read_text().replace('"dispatched": 12', f'"dispatched": {dispatched}')
@@ -68,6 +72,8 @@ def test_the_ledger_adds_up_whatever_the_status_says(tmp_path, dispatched, drops
         parts = ledger["trained"] + ledger["buffered"] + ledger["in_flight"] + ledger["missing"]
         assert ledger["dispatched"] == dispatched == parts + sum(each["count"] for each in ledger["drops"])
         assert sum(each["count"] for each in ledger["drops"]) == ledger["dropped"]
+        is_whole = drops == {"stale": 1, "filtered": 1}
+        assert ledger["problems"] == [] if is_whole else "although the run is over" in ledger["problems"][0]
         run.status_file.unlink()
         ledger = client.get("/runs/first/ledger")
         assert ledger["source"] == "ledger.jsonl"
@@ -83,13 +89,25 @@ def test_the_doctors_findings_and_the_engine(client):
     assert (engine["engine"]["num_running"], engine["is_live"]) == (3, False)
 
 
+def test_every_curve_of_the_engine_that_is_drawn_is_sent(tmp_path):
+    """The page draws ``charts``, and the trainer records their keys."""
+    documented = {key for kind, _, key, _ in json.loads(metric_texts.FILE.read_text()) if kind == "train"}
+    run = make_run(tmp_path, num_steps=1)
+    with served(tmp_path) as client:
+        drawn = [key for chart in client.get("/runs/first/engine")["charts"] for key in chart["keys"]]
+        assert set(drawn) <= documented
+        add_metrics(run, 2, **dict.fromkeys(drawn, 1.0))
+        assert list(client.get("/runs/first/engine")["history"]["series"]) == drawn
+        assert {key for key in documented if key.startswith("engine/")} <= set(drawn)
+
+
 def test_the_state_of_running_servers():
     """A server that answers as ``headwater serve`` does, and one that is not there."""
 
     async def check() -> None:
         app = web.Application()
         numbers = {"version": 4, "num_running": 2, "num_waiting": 0, "kv_pages_total": 8, "kv_pages_used": 2}
-        app.router.add_get("/metrics.json", lambda request: _json(numbers))
+        app.router.add_get("/metrics.json", lambda request: _slowly(request, numbers))
         app.router.add_get("/v1/models", lambda request: _json({"data": [{"id": "tiny"}]}))
         runner = web.AppRunner(app)
         await runner.setup()
@@ -103,6 +121,17 @@ def test_the_state_of_running_servers():
         await runner.cleanup()
 
     asyncio.run(check())
+
+
+async def _slowly(request, content):
+    """In pieces that arrive one after the other, as a long answer does."""
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    text = json.dumps(content | {f"n{number}": number for number in range(20_000)}).encode()
+    for begin in range(0, len(text), 1 << 16):
+        await answer.write(text[begin : begin + (1 << 16)])
+        await asyncio.sleep(0.01)
+    return answer
 
 
 async def _json(content):

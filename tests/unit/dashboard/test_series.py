@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from headwater.dashboard import metric_texts
 from headwater.dashboard.record_log import KINDS, RecordLog, Table, take_many
+from headwater.dashboard.runs import Place, Runs
 from headwater.dashboard.series import Buckets, sampled
-from headwater.dashboard.timeline import merged
+from headwater.dashboard.timeline import Timelines, merged
 from headwater.observe.run_directory import RunDirectory
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -171,9 +172,19 @@ def test_the_timeline_without_a_trace_shows_the_stages_of_each_step(client):
     rows = {row["name"]: row["bars"] for row in timeline["rows"]}
     assert rows["wait"] == [[0.0, 0.5, 1, "step 1"], [2.0, 2.5, 1, "step 2"], [4.0, 4.5, 1, "step 3"]]
     assert [mark["step"] for mark in timeline["marks"]] == [1, 2, 3]
+    assert [row["is_place_known"] for row in timeline["rows"]] == [
+        row["name"] != "generate" for row in timeline["rows"]
+    ]
     part = client.get("/runs/first/timeline", **{"from": 2.1, "to": 2.4})
     assert {row["name"]: len(row["bars"]) for row in part["rows"]} == {"wait": 1, "train": 0}
     assert client.error("/runs/first/timeline", 400, **{"from": 2, "to": 1})[0] == "bad_request"
+
+
+def test_the_place_of_what_runs_beside_the_stages_is_not_known_from_metrics(tmp_path):
+    run = make_run(tmp_path, num_steps=1)
+    add_metrics(run, 2, **{"time/generate_s": 1.0})
+    rows = Timelines().window(Runs(Place.of(tmp_path)).get("first"), None, None, 2000)["rows"]
+    assert {row["name"]: row["is_place_known"] for row in rows} == {"generate": False, "wait": True, "train": True}
 
 
 def test_the_timeline_of_a_trace(tmp_path):
@@ -190,6 +201,16 @@ def test_the_timeline_of_a_trace(tmp_path):
         assert timeline["source"] == "trace"
         assert [row["name"] for row in timeline["rows"]] == ["generate", "train"]
         assert timeline["rows"][0]["bars"][0][2:] == [1, "version 3"]
+        assert all(row["is_place_known"] for row in timeline["rows"])
+        first, later = json.loads((run.path / "trace.json").read_text()), run.free_trace_file()
+        first["otherData"]["began"] += 100.0
+        later.write_text(json.dumps(first))
+        both = client.get("/runs/first/timeline", **{"from": -1, "to": 1000})
+        assert both["traces"] == ["trace.json", "trace-2.json"]
+        begins = [bar[0] for bar in both["rows"][0]["bars"]]
+        assert begins[1] - begins[0] == pytest.approx(100.0)
+        assert both["total"][1] > 100.0
+        later.unlink()
         (run.path / "trace.json").write_text("{")
         damaged = client.get("/runs/first/timeline")
         assert damaged["source"] == "metrics"

@@ -1,12 +1,13 @@
 // Several runs over one another, and what their recipes have different.
 import { useState } from "preact/hooks";
 import type { Diff, Keys, Maybe, Metrics, Runs, WithProblems } from "../api";
-import { askMetrics, useAnswer, useLoad } from "../client";
+import { askMetrics, useAnswer } from "../client";
 import { setting } from "../format";
 import { Chart, PLAIN, type View } from "../parts/chart";
 import { Choice } from "../parts/small";
 import { Empty, Problems, Shown } from "../parts/states";
 import { ViewControls } from "../parts/view";
+import { spliced, useZoomed } from "../parts/zoom";
 import { href, type Place, setQuery } from "../router";
 
 const USUAL = ["reward/mean", "eval:reward/mean", "response_length/mean", "actor/entropy", "kl/reference", "rollout_gap/logprob_abs_mean", "throughput/tokens_per_s", "time/step_s"];
@@ -80,16 +81,17 @@ export function joined(all: (Metrics | null)[], key: string): { steps: number[];
 
 function Overlay({ name, text, runs, view }: { name: string; text: string; runs: string[]; view: View }) {
   const [kind, key] = name.includes(":") ? (name.split(":", 2) as [string, string]) : ["train", name];
-  const answer = useLoad(
+  const { answer, zoom } = useZoomed(
     JSON.stringify([name, runs]),
-    async (signal): Promise<WithProblems & { all: (Metrics | null)[] }> => ({ all: await Promise.all(runs.map((run) => askMetrics(run, [key], kind, signal).catch(() => null))) }),
-    ["metrics"],
+    async (signal, range): Promise<WithProblems & { all: (Metrics | null)[] }> => ({ all: await Promise.all(runs.map((run) => askMetrics(run, [key], kind, signal, range).catch(() => null))) }),
+    ({ all }) => all.some((each) => each?.is_sampled),
+    (whole, detail, range) => ({ all: whole.all.map((each, at) => (each && detail.all[at] ? spliced(each, detail.all[at], range) : each)) }),
   );
   return (
     <Shown answer={answer} what={name}>
       {({ all }) => {
         const { steps, columns } = joined(all, key);
-        return <Chart title={kind === "eval" ? `held out: ${key}` : key} text={text} steps={steps} view={view} curves={runs.map((run, at) => ({ label: run, values: columns[at] ?? [] }))} />;
+        return <Chart title={kind === "eval" ? `held out: ${key}` : key} text={text} steps={steps} view={view} onZoom={zoom} curves={runs.map((run, at) => ({ label: run, values: columns[at] ?? [] }))} />;
       }}
     </Shown>
   );

@@ -6,13 +6,7 @@ import { Chart } from "../parts/chart";
 import { Fact, Meter } from "../parts/small";
 import { Empty, Shown } from "../parts/states";
 
-const CHARTS: { title: string; unit?: string; keys: string[]; format?: (value: Maybe | undefined) => string }[] = [
-  { title: "Requests", unit: "running and waiting", keys: ["engine/running_mean", "engine/running_max", "engine/waiting_mean", "engine/waiting_max"] },
-  { title: "KV cache in use", unit: "share", keys: ["engine/kv_used_mean", "engine/kv_used_max"], format: percent },
-  { title: "Prefix cache", unit: "share of prompt tokens found", keys: ["engine/cache_hit_fraction"], format: percent },
-  { title: "Tokens per step", keys: ["engine/generated_tokens", "engine/prefilled_tokens", "engine/cached_tokens"], format: short },
-  { title: "Disturbances per step", keys: ["engine/preempted", "engine/aborted", "engine/failed"] },
-];
+const FORMATS: Record<string, (value: Maybe | undefined) => string> = { number, percent, short };
 
 export function EnginePage({ name }: { name: string }) {
   const answer = useAnswer<Engine>(["runs", name, "engine"], {}, ["status", "metrics"]);
@@ -20,7 +14,7 @@ export function EnginePage({ name }: { name: string }) {
     <Shown answer={answer} what="the engine">
       {(data) => (
         <>
-          <p class="muted">{data.is_live ? `As the run wrote it ${ago(data.time)}.` : "The run does not run now; this is what it wrote last."}</p>
+          <p class="muted">{data.is_live ? `As the run wrote it ${ago(data.time)}.` : "The run is not running; this is what it wrote last."}</p>
           {data.engine ? <Now engine={data.engine} version={data.version} capacity={data.capacity} /> : null}
           {data.servers.length ? <ServerTable servers={data.servers} /> : null}
           {!data.engine && data.servers.length === 0 && data.history.steps.length === 0 ? (
@@ -29,12 +23,12 @@ export function EnginePage({ name }: { name: string }) {
             </Empty>
           ) : null}
           <div class="charts">
-            {CHARTS.map((chart) => {
+            {(data.charts ?? []).map((chart) => {
               const curves = chart.keys.flatMap((key) => {
                 const series = data.history.series[key];
-                return series ? [{ label: key.replace("engine/", ""), values: series.mean, low: series.min, high: series.max }] : [];
+                return series ? [{ label: key.slice(key.indexOf("/") + 1), values: series.mean, low: series.min, high: series.max }] : [];
               });
-              return curves.length ? <Chart key={chart.title} title={chart.title} unit={chart.unit} steps={data.history.steps} curves={curves} format={chart.format} minimum={0} /> : null;
+              return curves.length ? <Chart key={chart.title} title={chart.title} unit={chart.unit || undefined} steps={data.history.steps} curves={curves} format={FORMATS[chart.format]} minimum={0} /> : null;
             })}
           </div>
         </>

@@ -1,13 +1,14 @@
 // Any metric of a run, with what it means.
 import { useState } from "preact/hooks";
 import type { Keys, MetricKey } from "../api";
-import { askMetrics, useAnswer, useLoad } from "../client";
+import { askMetrics, useAnswer } from "../client";
 import { number } from "../format";
 import { Chart, PLAIN, type View } from "../parts/chart";
 import { SearchField } from "../parts/small";
 import { Empty, Shown } from "../parts/states";
 import { ViewControls } from "../parts/view";
 import { VirtualRows } from "../parts/virtual";
+import { spliced, useZoomed } from "../parts/zoom";
 import { type Place, setQuery } from "../router";
 
 const id = (each: MetricKey) => (each.kind === "train" ? each.key : `${each.kind}:${each.key}`);
@@ -79,7 +80,7 @@ export function MetricsPage({ name, place }: { name: string; place: Place }) {
 }
 
 function One({ name, about, view }: { name: string; about: MetricKey; view: View }) {
-  const answer = useLoad(JSON.stringify([name, about.kind, about.key]), (signal) => askMetrics(name, [about.key], about.kind, signal), ["metrics"]);
+  const { answer, part, zoom } = useZoomed(JSON.stringify([name, about.kind, about.key]), (signal, range) => askMetrics(name, [about.key], about.kind, signal, range), (whole) => whole.is_sampled, spliced);
   return (
     <Shown answer={answer} what={about.key}>
       {(data) => {
@@ -87,11 +88,15 @@ function One({ name, about, view }: { name: string; about: MetricKey; view: View
         if (!series) return <p class="muted">{about.key} has no values.</p>;
         return (
           <div>
-            <Chart title={id(about)} steps={data.steps} times={data.times} view={view} height={220} curves={[{ label: about.key, values: series.mean, low: series.min, high: series.max, text: about.text }]} />
+            <Chart title={id(about)} steps={data.steps} times={data.times} view={view} onZoom={zoom} height={220} curves={[{ label: about.key, values: series.mean, low: series.min, high: series.max, text: about.text }]} />
             <p class="explanation">
               {about.text}
               {series.num_not_finite ? ` ${series.num_not_finite} values are not finite numbers.` : ""}
-              {data.is_sampled ? ` ${number(data.num)} steps are drawn as ${data.steps.length} means; the band is from the least to the most.` : ""}
+              {part && !part.data.is_sampled
+                ? ` Steps ${number(part.range[0])} to ${number(part.range[1])} are drawn one by one.`
+                : data.is_sampled
+                  ? ` ${number((part?.data ?? data).num)} steps are drawn as ${number((part?.data ?? data).steps.length)} means; the band is from the least to the most. Drag over a part to see more of it.`
+                  : ""}
             </p>
           </div>
         );

@@ -1,27 +1,29 @@
 // A run at a glance: findings, the usual curves, and where every group went.
 import { useState } from "preact/hooks";
 import type { Doctor, Keys, Ledger, Maybe, RunDetail, Stages, Staleness } from "../api";
-import { askMetrics, useAnswer, useLoad } from "../client";
+import { askMetrics, useAnswer } from "../client";
 import { clock, duration, fixed, number, percent, short } from "../format";
 import { Chart, type Curve, PLAIN, type View } from "../parts/chart";
 import { LedgerFlow } from "../parts/ledger";
 import { Empty, Shown } from "../parts/states";
 import { ViewControls } from "../parts/view";
+import { spliced, useZoomed } from "../parts/zoom";
 import { href } from "../router";
 
 interface Group {
   title: string;
   unit?: string;
   kind: "train" | "eval";
-  /** Keys, or patterns of keys, in the order in which they are drawn. */
-  keys: (string | RegExp)[];
+  /** Keys, or patterns or choices of keys, in the order in which they are drawn. */
+  keys: (string | RegExp | ((keys: string[]) => string[]))[];
   format?: (value: Maybe | undefined) => string;
   minimum?: number;
 }
 
 const REWARDS: Group[] = [
   { title: "Reward", kind: "train", keys: ["reward/mean", "shaped_reward/mean"] },
-  { title: "Held-out reward", kind: "eval", keys: ["reward/mean", /^reward\/[^/@]+\/mean$/] },
+  { title: "Held-out reward", kind: "eval", keys: ["reward/mean", (keys) => ofRewards(keys).sources] },
+  { title: "Held out: other numbers of the scorer", kind: "eval", keys: [(keys) => ofRewards(keys).numbers] },
   { title: "Response length", unit: "tokens", kind: "train", keys: ["response_length/mean", "response_length/max", "response_length/min"], minimum: 0 },
   { title: "Entropy", unit: "nats", kind: "train", keys: ["actor/entropy"], minimum: 0 },
   { title: "KL", kind: "train", keys: ["kl/reference", "actor/reference_kl", "actor/approx_kl"] },
@@ -75,12 +77,28 @@ export function OverviewPage({ name, run }: { name: string; run: RunDetail }) {
   );
 }
 
-function chosen(group: Group, keys: Keys): { key: string; text: string }[] {
+/**
+ * Rewards of data sources, and other numbers that the scorer returned. Both are named `reward/NAME/mean`; but a number N
+ * also exists for each data source D, as `reward/D/N/mean`. With one data source, its curve would be the mean drawn twice.
+ */
+function ofRewards(keys: string[]): { sources: string[]; numbers: string[] } {
+  const names = new Set(keys.flatMap((key) => /^reward\/([^@]+)\/mean$/.exec(key)?.[1] ?? []));
+  const pairs = [...names].flatMap((source) => [...names].filter((number_) => names.has(`${source}/${number_}`)).map((number_) => [`${source}/${number_}`, number_]));
+  const [both, numbers] = [new Set(pairs.map(([pair]) => pair)), new Set(pairs.map(([, number_]) => number_))];
+  const sources = [...names].filter((name) => !both.has(name) && !numbers.has(name));
+  const key = (name: string | undefined) => `reward/${name}/mean`;
+  return { sources: sources.length > 1 ? sources.map(key) : [], numbers: [...numbers].map(key) };
+}
+
+const MOST_CURVES = 8;
+
+/** The curves of a group, and how many there are besides. */
+function chosen(group: Group, keys: Keys): { found: { key: string; text: string }[]; numMore: number } {
   const known = keys.groups.flatMap((each) => each.keys).filter((each) => each.kind === group.kind);
-  const found = group.keys.flatMap((wanted) => known.filter((each) => (typeof wanted === "string" ? each.key === wanted : wanted.test(each.key))));
-  const single = [...new Map(found.map((each) => [each.key, each])).values()].slice(0, 8);
-  // With one data source its curve is the mean, drawn twice.
-  return group.kind === "eval" && single.length === 2 ? single.slice(0, 1) : single;
+  const names = known.map((each) => each.key);
+  const wanted = group.keys.flatMap((each) => (typeof each === "string" ? [each] : each instanceof RegExp ? names.filter((name) => each.test(name)) : each(names)));
+  const found = [...new Set(wanted)].flatMap((name) => known.find((each) => each.key === name) ?? []);
+  return { found: found.slice(0, MOST_CURVES), numMore: Math.max(0, found.length - MOST_CURVES) };
 }
 
 /** Without the folder that all of them share. */
@@ -91,8 +109,8 @@ function labels(keys: string[]): string[] {
 
 function Curves({ name, keys, view }: { name: string; keys: Keys; view: View }) {
   const draw = (group: Group) => {
-    const found = chosen(group, keys);
-    return found.length ? <GroupChart key={group.title} name={name} group={group} found={found} view={view} /> : null;
+    const { found, numMore } = chosen(group, keys);
+    return found.length ? <GroupChart key={group.title} name={name} group={group} found={found} numMore={numMore} view={view} /> : null;
   };
   return (
     <div class="charts">
@@ -104,10 +122,10 @@ function Curves({ name, keys, view }: { name: string; keys: Keys; view: View }) 
   );
 }
 
-function GroupChart({ name, group, found, view }: { name: string; group: Group; found: { key: string; text: string }[]; view: View }) {
+function GroupChart({ name, group, found, numMore, view }: { name: string; group: Group; found: { key: string; text: string }[]; numMore: number; view: View }) {
   const names = found.map((each) => each.key);
   const short_ = labels(names);
-  const answer = useLoad(JSON.stringify([name, group.kind, names]), (signal) => askMetrics(name, names, group.kind, signal), ["metrics"]);
+  const { answer, zoom } = useZoomed(JSON.stringify([name, group.kind, names]), (signal, range) => askMetrics(name, names, group.kind, signal, range), (whole) => whole.is_sampled, spliced);
   return (
     <Shown answer={answer} what={group.title}>
       {(data) => {
@@ -115,7 +133,7 @@ function GroupChart({ name, group, found, view }: { name: string; group: Group; 
           const series = data.series[key];
           return series ? [{ label: short_[at] ?? key, values: series.mean, low: series.min, high: series.max, text: `${key}: ${text}` }] : [];
         });
-        return <Chart title={group.title} unit={group.unit} steps={data.steps} times={data.times} curves={curves} view={view} format={group.format} minimum={group.minimum} />;
+        return <Chart title={group.title} unit={group.unit} steps={data.steps} times={data.times} curves={curves} view={view} onZoom={zoom} note={numMore ? `${numMore} more are under Metrics.` : undefined} format={group.format} minimum={group.minimum} />;
       }}
     </Shown>
   );

@@ -119,13 +119,14 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
   const first = Math.min(rollout.prompt_length, Math.max(0, rollout.num_tokens - 1));
   const at = place.query.has("at") ? Math.min(Math.max(0, rollout.num_tokens - 1), Math.max(0, Number(place.query.get("at")) || 0)) : first;
   const offset = place.query.has("page") ? Number(place.query.get("page")) : Math.floor(at / PAGE) * PAGE;
+  const numShown = Math.min(rollout.num_tokens, rollout.num_tokens_in_file ?? rollout.num_tokens);
   const [pointed, setPointed] = useState<number | null>(null);
   const [hasBorders, setBorders] = useState(true);
   const [asked, setAsked] = useState(false);
   const answer = useAnswer<Tokens>(["runs", name, "tokens"], { id: rollout.id, offset: offset || null });
   const mismatches = useAnswer<Mismatches>(rollout.columns.includes("learner_logprobs") || asked ? ["runs", name, "mismatches"] : null, { id: rollout.id });
   const rank = useRef(-1);
-  const found = mismatches.data?.tokens ?? [];
+  const found = (mismatches.data?.tokens ?? []).filter((each) => each.place < numShown);
   const choose = (to: number) => setQuery({ at: to, page: null });
   const jump = (by: number) => {
     setAsked(true);
@@ -152,7 +153,7 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
           <button type="button" disabled={!hasLearner || found.length === 0} onClick={() => jump(1)} title={hasLearner ? "Next largest mismatch (m)" : "The file has no log-probs of the learner"}>
             Largest mismatch
           </button>
-          {rollout.num_tokens > PAGE && !isExport ? <Pager offset={offset} limit={PAGE} total={rollout.num_tokens} onMove={(page) => setQuery({ page, at: page })} /> : null}
+          {numShown > PAGE ? <Pager offset={offset} limit={PAGE} total={numShown} onMove={(page) => setQuery({ page, at: page })} /> : null}
         </div>
         <Legend colouring={colouring} rollout={rollout} />
         <ul class="token-marks" aria-label="Marks of tokens">
@@ -160,13 +161,13 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
           <li><span class="tok is-trained">trained</span></li>
           <li><span class="tok is-masked">sampled, not trained</span></li>
           <li><span class="tok is-inserted">inserted</span></li>
-          <li><span class="tok is-retokenised">re-tokenised</span></li>
+          <li><span class="tok is-retokenised">earlier reply</span></li>
         </ul>
         {answer.error ? <Failed error={answer.error} retry={answer.reload} /> : null}
         {!answer.error && !answer.data ? <Loading what="the tokens" /> : null}
         <Problems of={answer.data} />
         {answer.data ? <TokenField rollout={rollout} tokens={answer.data} colouring={colouring} theme={theme} hasBorders={hasBorders} at={at} choose={choose} point={setPointed} /> : null}
-        {rollout.exact_bytes ? null : <p class="muted">The run has no tokenizer that could be read, so bytes of tokens are not known.</p>}
+        {rollout.exact_bytes || !answer.data?.bytes.some(Boolean) ? null : <p class="muted">The run's tokenizer joins tokens in its own way, so the bytes are those of each token alone. The text of the response can differ from them, for example in spaces.</p>}
         {hasLearner ? null : (
           <p class="muted">
             The file has no log-probs of the learner. Runs with <code>trainer.save_learner_logprobs=true</code> write them.
@@ -182,7 +183,7 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
               {found.slice(0, 10).map((each) => (
                 <li key={each.place}>
                   <button type="button" class="quiet" onClick={() => choose(each.place)}>
-                    <span class="num muted">{each.place}</span> <code>{shownText(each.text)}</code> <span class="num">{signed(each.difference, 4)}</span>
+                    <span class="num muted">{number(each.place + 1)}</span> <code>{shownText(each.text)}</code> <span class="num">{signed(each.difference, 4)}</span>
                   </button>
                 </li>
               ))}

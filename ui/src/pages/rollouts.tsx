@@ -30,13 +30,15 @@ export function RolloutsPage({ name, place }: { name: string; place: Place }) {
       <Shown answer={steps} what="the steps with rollouts">
         {(data) => {
           const last = data.steps[data.steps.length - 1]?.step ?? null;
-          const step = get("step") === "all" ? null : get("step") !== "" ? Number(get("step")) : last;
+          const isGroups = get("show") === "groups";
+          // Groups are those of one step.
+          const step = get("step") === "all" ? (isGroups ? last : null) : get("step") !== "" ? Number(get("step")) : last;
           return (
             <>
               <div class="bar">
                 <Choice label="From" value={source} options={[["train", "training"], ["eval", "evaluations"]]} onChange={(value) => setQuery({ source: value === "train" ? null : value, step: null, offset: null })} />
-                <StepChoice steps={data} step={step} />
-                <Choice label="Show" value={get("show") || "rollouts"} options={[["rollouts", "rollouts"], ["groups", "groups"]]} onChange={(value) => setQuery({ show: value === "rollouts" ? null : value, offset: null })} />
+                <StepChoice steps={data} step={step} isGroups={isGroups} />
+                <Choice label="Show" value={get("show") || "rollouts"} options={[["rollouts", "rollouts"], ["groups", "groups"]]} onChange={(value) => setQuery({ show: value === "rollouts" ? null : value, offset: null, cursor: null, ...(value === "groups" && step === null ? { step: null } : {}) })} />
                 {isExport ? null : <SearchField id="search-rollouts" label="Search prompts and responses" value={get("text")} onChange={(text) => setQuery({ text, offset: null, cursor: null })} />}
               </div>
               {last === null ? (
@@ -45,7 +47,7 @@ export function RolloutsPage({ name, place }: { name: string; place: Place }) {
                     {source === "train" ? "The run has written no rollouts. They are written every trainer.save_rollouts_every_steps steps; 0 turns them off." : "The run has written no responses of evaluations."}
                   </p>
                 </Empty>
-              ) : get("show") === "groups" && step !== null ? (
+              ) : isGroups && step !== null ? (
                 <GroupList name={name} source={source} step={step} place={place} />
               ) : (
                 <RolloutList name={name} source={source} step={step} place={place} />
@@ -58,7 +60,7 @@ export function RolloutsPage({ name, place }: { name: string; place: Place }) {
   );
 }
 
-function StepChoice({ steps, step }: { steps: Steps; step: number | null }) {
+function StepChoice({ steps, step, isGroups }: { steps: Steps; step: number | null; isGroups: boolean }) {
   const known = steps.steps.map((each) => each.step);
   const at = step === null ? -1 : known.indexOf(step);
   const choose = (value: number | undefined) => value !== undefined && setQuery({ step: value, offset: null, cursor: null });
@@ -77,8 +79,8 @@ function StepChoice({ steps, step }: { steps: Steps; step: number | null }) {
         ›
       </button>
       {isExport ? null : (
-        <label class="check">
-          <input type="checkbox" checked={step === null} onChange={() => setQuery({ step: step === null ? null : "all", offset: null, cursor: null })} /> All {number(known.length)} steps
+        <label class="check" title={isGroups ? "Groups are shown for one step. For one prompt in all steps, open its group." : undefined}>
+          <input type="checkbox" checked={step === null} disabled={isGroups} onChange={() => setQuery({ step: step === null ? null : "all", offset: null, cursor: null })} /> All {number(known.length)} steps
         </label>
       )}
     </span>
@@ -125,7 +127,7 @@ function RolloutList({ name, source, step, place }: { name: string; source: stri
             )}
             {data.next_cursor ? (
               <p>
-                The search stopped after {number(data.searched)} rollouts.{" "}
+                The search stopped after {number(data.searched)} rollouts, newest steps first.{get("sort") ? " What it found in them is sorted." : ""}{" "}
                 <button type="button" onClick={() => setQuery({ cursor: data.next_cursor, offset: null })}>
                   Search on
                 </button>

@@ -36,6 +36,7 @@ export function TimelinePage({ name }: { name: string }) {
       </Empty>
     );
   }
+  const loose = data.rows.filter((row) => row.is_place_known === false).map((row) => row.name);
   return (
     <>
       <Problems of={data} />
@@ -44,6 +45,8 @@ export function TimelinePage({ name }: { name: string }) {
         {data.source === "trace"
           ? "From the run's trace. A bar is a time in which at least one span of its name was open; bars that are too narrow to see are joined."
           : "Drawn from the stages of each step, because the run has no trace. Train with trainer.trace=true to see when exactly things were done."}
+        {loose.length ? ` Of ${loose.join(" and ")} only the length in each step is known, not when it was: these pale bars begin with their step.` : ""}
+        {" Drag to move, Ctrl and the wheel to zoom."}
         {data.num_left_out ? ` ${number(data.num_left_out)} older bars were not kept.` : ""}
       </p>
       <Shares data={data} />
@@ -126,9 +129,11 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
         if (end < from || begin > to) continue;
         const [left, right] = [x(begin), x(end)];
         context.fillStyle = line(theme, KINDS[row.name] ?? 6);
+        context.globalAlpha = row.is_place_known === false ? 0.45 : 1;
         context.fillRect(left, y + 5, Math.max(1, right - left), ROW - 10);
+        context.globalAlpha = 1;
         if (label && right - left > 46) {
-          context.fillStyle = colour("--surface");
+          context.fillStyle = colour(row.is_place_known === false ? "--text" : "--surface");
           context.fillText(label, Math.max(left, LEFT) + 5, y + ROW / 2, right - Math.max(left, LEFT) - 8);
         }
       }
@@ -161,7 +166,6 @@ function Bars({ data, shown, setWindow }: { data: Timeline; shown: Span; setWind
         <span class="num">
           {duration(from)} – {duration(to)} <span class="muted">after the start of the run; recorded until {duration(end)}</span>
         </span>
-        <span class="muted small">Drag to move, Ctrl and the wheel to zoom</span>
         <span class="spacer" />
         <button type="button" onClick={() => move(-0.5)} aria-label="Earlier">◀</button>
         <button type="button" onClick={() => move(0.5)} aria-label="Later">▶</button>

@@ -5,6 +5,7 @@ import type { Maybe } from "../api";
 import { faint, line } from "../colours";
 import { clock, NONE, number } from "../format";
 import { useTheme } from "../theme";
+import type { Range } from "./zoom";
 
 export interface Curve {
   label: string;
@@ -46,6 +47,18 @@ function lastOf(values: Maybe[]): Maybe {
   return values.findLast((value) => value !== null) ?? null;
 }
 
+/** The steps that a chart shows; null if it shows all. */
+function inView(plot: uPlot, steps: number[], byTime: boolean): Range | null {
+  const [x, low, high] = [plot.data[0], plot.scales["x"]?.min, plot.scales["x"]?.max];
+  const last = x.length - 1;
+  if (low === undefined || high === undefined || last < 1 || (low <= (x[0] ?? 0) && high >= (x[last] ?? 0))) return null;
+  if (!byTime) return [Math.max(0, Math.floor(low)), Math.ceil(high)];
+  // A mean stands at the last of its steps, so the neighbours are in view, too.
+  const first = x.findIndex((each) => each >= low);
+  const end = x.findLastIndex((each) => each <= high);
+  return [steps[Math.max(0, first - 1)] ?? 0, steps[Math.min(last, end + 1)] ?? 0];
+}
+
 const SYNC = uPlot.sync("headwater");
 
 interface Props {
@@ -63,12 +76,18 @@ interface Props {
   minimum?: number;
   /** Curves are steps of one scale, from light to dark. */
   isOrdered?: boolean;
+  /** Called with the steps in view, or null when all of them are. */
+  onZoom?: (range: Range | null) => void;
+  /** A sentence below the curves. */
+  note?: string;
 }
 
-export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, height = 180, isStacked, isOrdered, format = number, minimum }: Props) {
+export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, height = 180, isStacked, isOrdered, format = number, minimum, onZoom, note }: Props) {
   const theme = useTheme();
   const box = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
+  const zoomed = useRef({ onZoom, steps });
+  zoomed.current = { onZoom, steps };
   const [at, setAt] = useState<number | null>(null);
   const [hidden, setHidden] = useState<string[]>([]);
   const byTime = view.byTime && times !== undefined && !isStacked;
@@ -143,7 +162,10 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
         ],
         series,
         bands,
-        hooks: { setCursor: [(self) => setAt(self.cursor.idx ?? null)] },
+        hooks: {
+          setCursor: [(self) => setAt(self.cursor.idx ?? null)],
+          setScale: [(self, scale) => scale === "x" && zoomed.current.onZoom?.(inView(self, zoomed.current.steps, byTime))],
+        },
       } as uPlot.Options,
       data,
       element,
@@ -198,6 +220,7 @@ export function Chart({ title, text, unit, steps, times, curves, view = PLAIN, h
           </li>
         ))}
       </ul>
+      {note ? <p class="muted small">{note}</p> : null}
       <div class="plot" ref={box} style={{ height: `${height}px` }} tabIndex={0} role="application" aria-roledescription="chart" aria-label={`${title}. ${summary}`} onKeyDown={move} />
     </figure>
   );

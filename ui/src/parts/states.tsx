@@ -45,12 +45,14 @@ export function Problems({ of }: { of: WithProblems | null }) {
   const problems = of?.problems ?? [];
   if (problems.length === 0) return null;
   return (
-    <ul class="problems" role="status">
-      {problems.slice(0, 20).map((each) => (
-        <li key={each}>{each}</li>
-      ))}
-      {problems.length > 20 ? <li>And {problems.length - 20} more.</li> : null}
-    </ul>
+    <div class="problems" role="status">
+      <ul>
+        {problems.slice(0, 20).map((each) => (
+          <li key={each}>{each}</li>
+        ))}
+        {problems.length > 20 ? <li>And {problems.length - 20} more.</li> : null}
+      </ul>
+    </div>
   );
 }
 

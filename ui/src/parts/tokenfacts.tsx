@@ -24,9 +24,9 @@ export function TokenFacts({ tokens, place }: { tokens: Tokens; place: number })
   const version = tokens.versions[at] ?? -1;
   const turn = tokens.turns[at] ?? -1;
   const rows: [string, string, string, string?][] = [
-    ["token-place", "place", `${number(place)} of ${number(tokens.total)}`],
+    ["token-place", "place", `${number(place + 1)} of ${number(tokens.total)}`],
     ["token-id", "token id", String(tokens.ids[at] ?? NONE)],
-    ["token-bytes", "bytes", spaced(tokens.bytes[at] ?? "") || "not known", tokens.is_split.includes(at) ? "Not a whole character: the next token continues it." : undefined],
+    ["token-bytes", "bytes", spaced(tokens.bytes[at] ?? "") || "not known", tokens.is_split.includes(at) ? "Not a whole character: several tokens write it together." : undefined],
     ["token-kind", "kind", KINDS[tokens.kinds[at] ?? 0] ?? NONE],
     ["token-mask", "in the loss", tokens.mask[at] ? "yes" : "no"],
     ["token-version", "version", version < 0 ? "not sampled" : String(version)],
@@ -41,7 +41,7 @@ export function TokenFacts({ tokens, place }: { tokens: Tokens; place: number })
     <section class="panel token-facts" aria-live="polite" aria-label="The chosen token">
       <p class="token-shown">
         <code>{shownText(tokens.texts[at] ?? "")}</code>
-        {tokens.retokenised.includes(at) ? <span class="badge">re-tokenised</span> : null}
+        {tokens.retokenised.includes(at) ? <span class="badge">earlier reply</span> : null}
       </p>
       <dl>
         {rows.map(([id, name, value, note]) => (
