@@ -56,8 +56,8 @@ TOOLS = [
     "tools.use=[calculator]", "data.train=[calculator]", "rollout.workflow=tool_agent", "data.task_args={}",
     "data.num_train_rows=500",
 ]  # fmt: skip
-TASK_STEPS = 60
-"""After these steps, the quickstart's held-out reward is above 0.9."""
+TASK_STEPS = 50
+"""The held-out reward was 0.89, 0.95, 0.98 and 1.00 after 30, 40, 50 and 60 steps of this asynchronous run."""
 SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.25", "cluster.rollout.cpus_per_server=0.25"]
 
 
