@@ -69,13 +69,13 @@ class Models:
 def is_planned(config: Config, num_ranks: int = 1) -> bool:
     """Whether ``learner.residency`` asks for a plan, and an engine of ours and a learner of one process share a GPU."""
     return (
-        config.learner.residency != (RESIDENT,)
-        and config.cluster.kind == "local"
+        config.cluster.kind == "local"
         and num_ranks == 1
         and not config.rollout.is_separate
         and config.rollout.backend == "embedded"
         and not config.eval.only
         and resolve_device(config.model.device).type == "cuda"
+        and config.learner.residency != (RESIDENT,)
     )
 
 
