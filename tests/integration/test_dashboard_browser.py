@@ -15,6 +15,8 @@ from broken_runs import MILLION, SCRIPT, make_damaged, make_hostile, make_huge
 from browsing import Dashboard, browser, names_of, page_of, serious_findings, settled, until
 from command import CUT_DOWN, headwater, start_headwater
 
+from headwater.cli.ui import redirect
+
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard_browser")]
 
 PAGE_TOKENS = 4096
@@ -383,13 +385,21 @@ def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -
             training.kill()
 
 
-def test_a_token_keeps_others_out(chrome: Any, runs: Path) -> None:
-    guarded = Dashboard(runs, "--token", "letmein")
+def test_a_token_keeps_others_out(chrome: Any, runs: Path, tmp_path: Path) -> None:
+    guarded = Dashboard(runs, "--token", "auto")
+    address, token = guarded.url.split("?token=")
     try:
         with page_of(chrome, guarded.url) as page:
             assert "first" in names_of(page)
-            assert "letmein" not in page.url
-        with page_of(chrome, guarded.url.split("?")[0]) as page:
+            assert token not in page.url
+        with page_of(chrome, address) as page:
             assert "token" in page.locator("body").inner_text()
+        # The file that a browser is started with, so that the token is not among its arguments.
+        context = chrome.new_context()
+        page = context.new_page()
+        page.goto(redirect(guarded.url, str(tmp_path)))
+        page.wait_for_url(f"{address}**")
+        assert "first" in names_of(page)
+        context.close()
     finally:
         guarded.close()
