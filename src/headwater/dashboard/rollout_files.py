@@ -30,7 +30,7 @@ _NAME = re.compile(r"step_(\d{1,12})(?:_part_(\d{1,9}))?(?:-(\d{1,9}))?\.parquet
 _ID = re.compile(r"(eval\.)?(step_[0-9a-z_-]{1,60}):(\d{1,9})")
 _FEW_ROWS = 32
 """Rows that are decoded together when one of a large row group is wanted."""
-_FEW_BYTES = 4 << 20
+_FEW_BYTES = 1 << 20
 """Fewer of them, if they have more bytes than this."""
 
 FACTS = np.dtype(
@@ -214,12 +214,12 @@ class OpenFile:
         wanted = [name for name in columns if name in self.columns]
         return self._guarded(lambda: self._parquet.read(columns=wanted, use_threads=False))
 
-    def is_large(self, row: int) -> bool:
+    def is_large(self, row: int, least: int = _FEW_BYTES) -> bool:
         """Whether a row has so many tokens that its columns should not all be in memory at once."""
         begin, metadata = 0, self._parquet.metadata
         for group in range(metadata.num_row_groups):
             if begin <= row < begin + metadata.row_group(group).num_rows:
-                return self._bytes_per_row(group) > _FEW_BYTES
+                return self._bytes_per_row(group) > least
             begin += metadata.row_group(group).num_rows
         return False
 

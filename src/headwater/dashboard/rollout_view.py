@@ -148,7 +148,7 @@ class TokenCache:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         with OpenFile(file) as opened:
-            if opened.is_large(row):
+            if opened.is_large(row, _KEPT_BYTES):
                 with self._lock:
                     self._kept.clear()  # before there are two large ones
             tokens = Tokens.read(opened, row, run.vocabulary)
