@@ -87,7 +87,7 @@ def train(*arguments: object, place: int = 0, delay_s: float = 0.0) -> int:
     if that is 0. If both are 0, it does not."""
     done = forked.run("-c", DOOMED, place, delay_s, *arguments, cwd=ROOT, timeout=PROCESS_LIMIT_S)
     if done.returncode == 2 and DONE in done.stderr:  # it was killed when its last step was saved
-        return 0
+        return done.returncode
     assert done.returncode in (0, -signal.SIGKILL), done.stdout + done.stderr
     return done.returncode
 
@@ -137,9 +137,10 @@ def killed_and_resumed(kind: str, root: Path, num_kills: int, seed: int) -> int:
     while True:
         kill = drawn_kill(draw, whole_s) if num_done < num_kills else {}
         code = train(*start_of(run, KINDS[kind]), **kill)
-        num_done += code != 0
+        num_done += code == -signal.SIGKILL
         if code == 0:
             assert not list((run / "checkpoints").glob(".*")), "nothing incomplete is left"
+        if code != -signal.SIGKILL:
             if is_exact:
                 assert same_weights(weights(run, NUM_STEPS), weights(root / "whole", NUM_STEPS)), kind
                 assert timeless(run) == timeless(root / "whole"), kind
