@@ -100,6 +100,7 @@ def after_step(step: int, action: Callable[[], None]) -> Iterator[None]:
     def record_and_act(self: Recorder, done: int, *arguments: object, **keywords: object) -> None:
         record(self, done, *arguments, **keywords)
         if done == step:
+            self.flush()  # records are written in the background
             action()
 
     with pytest.MonkeyPatch.context() as patch:

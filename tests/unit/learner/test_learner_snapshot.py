@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import tiny
 
 from headwater.config.load import load_config
@@ -35,23 +36,23 @@ def test_a_snapshot_is_the_checkpoint_of_its_moment(tmp_path):
         learner.close()
 
 
-def test_the_next_checkpoint_waits_for_the_files_of_the_last_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("save", ["start_snapshot", "save"])
+def test_the_next_checkpoint_waits_for_the_files_of_the_last_one(save, tmp_path, monkeypatch):
     learner = build_learner(LearnerSpec(load_config(["quickstart"]).config, MODEL, MODEL))
-    for save in (learner.start_snapshot, learner.save):
-        first, second = (tmp_path / f"{save.__name__} {number}" for number in (1, 2))
-        first.mkdir()
-        second.mkdir()
-        begun, may_write = threading.Event(), threading.Event()
-        with monkeypatch.context() as patched:
-            patched.setattr(snapshot.Snapshot, "write", lambda _, begun=begun, go=may_write: (begun.set(), go.wait(30)))
-            assert learner.start_snapshot(first)
-            assert begun.wait(30)
-        saving = threading.Thread(target=save, args=(second,))
-        saving.start()
-        saving.join(0.2)
-        assert saving.is_alive(), save.__name__
-        may_write.set()
-        saving.join(30)
-        assert not saving.is_alive()
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    begun, may_write = threading.Event(), threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(snapshot.Snapshot, "write", lambda _: (begun.set(), may_write.wait(30)))
+        assert learner.start_snapshot(first)
+        assert begun.wait(30)
+    saving = threading.Thread(target=getattr(learner, save), args=(second,))
+    saving.start()
+    saving.join(0.2)
+    assert saving.is_alive()
+    may_write.set()
+    saving.join(30)
+    assert not saving.is_alive()
     learner.close()
     assert (second / "model").is_dir()
