@@ -6,7 +6,7 @@ sequences there are. A lane keeps its number while its sequence moves between de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
@@ -70,25 +70,39 @@ class Lanes:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, sequence: EngineSequence, row: int, start: NDArray[np.int32], pages: Pages, version: int) -> int:
-        lane = self._free.pop()
-        self.sequence[lane] = sequence
-        self.row[lane] = row
-        self.start[lane] = start
-        self.planned[lane] = len(start)
+    def take(
+        self,
+        sequences: Sequence[EngineSequence],
+        rows: Sequence[int],
+        start: NDArray[np.int32],
+        pages: NDArray[np.int32],
+        version: int,
+    ) -> list[int]:
+        """Lanes for samples of one prompt, whose tokens are ``start``. ``pages`` is ``[samples, pages]``."""
+        numbers = [self._free.pop() for _ in sequences]
+        lanes = np.array(numbers, np.int64)
+        num_left = [each.num_left for each in sequences]
+        following = [each.following for each in sequences]
+        for lane, sequence in zip(numbers, sequences, strict=True):
+            self.sequence[lane] = sequence
+            self.start[lane] = start
+        self.row[lanes] = rows
+        self.planned[lanes] = len(start)
         # The last token of a response is sampled but never fed back.
-        self.end[lane] = len(start) + sequence.num_left - 1
-        self.num_pages[lane] = len(pages)
-        self.page_table[lane, : len(pages)] = pages
-        self.version[lane] = version
-        self.watched[lane] = sequence.is_watched
-        self.order[lane] = sequence.order
-        self.needs[lane] = _AS_TUPLE(SamplingNeeds.of(sequence.request.sampling))
-        self._num_out[lane] = self._num_collected[lane] = self._num_sent[lane] = 0
-        following = sequence.following
-        self.feed[lane], self._number[lane] = (0, 0) if following is None else (following.feed, following.number)
-        self._make_room(sequence.num_left)
-        return lane
+        self.end[lanes] = len(start) - 1 + np.array(num_left)
+        self.num_pages[lanes] = pages.shape[1]
+        self.page_table[lanes, : pages.shape[1]] = pages
+        self.version[lanes] = version
+        self.watched[lanes] = [each.is_watched for each in sequences]
+        self.order[lanes] = [each.order for each in sequences]
+        samplings = {id(each.request.sampling): each.request.sampling for each in sequences}  # usually one for all
+        needs = {key: _AS_TUPLE(SamplingNeeds.of(sampling)) for key, sampling in samplings.items()}
+        self.needs[lanes] = [needs[id(each.request.sampling)] for each in sequences]
+        self._num_out[lanes] = self._num_collected[lanes] = self._num_sent[lanes] = 0
+        self.feed[lanes] = [0 if each is None else each.feed for each in following]
+        self._number[lanes] = [0 if each is None else each.number for each in following]
+        self._make_room(max(num_left))
+        return numbers
 
     def needs_of(self, lanes: NDArray[np.int64]) -> SamplingNeeds:
         """What sampling needs for all of ``lanes`` together."""
@@ -126,6 +140,14 @@ class Lanes:
         count = self.num_pages[lanes]
         table = self.page_table[lanes, : count.max(initial=0)]
         return table[np.arange(table.shape[1]) < count[:, None]]
+
+    def last_pages_first(self, lanes: NDArray[np.int64]) -> Pages:
+        """``pages_of`` in another order: the last page of every lane comes before the page in front of it."""
+        count = self.num_pages[lanes]
+        width = count.max(initial=0)
+        table = self.page_table[lanes, :width]
+        is_page = np.arange(width) < count[:, None]
+        return table.T[::-1][is_page.T[::-1]]
 
     def page_updates(
         self, lanes: NDArray[np.int64], first: NDArray[np.int64]

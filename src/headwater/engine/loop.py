@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -354,12 +354,14 @@ class EngineLoop:
             )
         watched = self._stop_tables.worth_a_look(drawn)
         # Count tokens before callers receive them, without those that were sampled after the end of a response.
-        dropped = {lane: self._cut(lane) for lane in (*drawn.ended, *watched)}
+        read = [*drawn.ended, *watched]
+        lanes.collect_all(np.array(read, np.int64))
+        dropped = {lane: self._cut(lane) for lane in read}
         self.throughput.add(drawn.num_tokens - sum(dropped.values()))
         for put, new in lanes.take_unsent(dropped):
             put(new)
-        for lane in drawn.ended:
-            self._finish(lane)
+        if drawn.ended:
+            self._finish(drawn.ended)
         for lane in watched:
             self._watch(lane)
         if self._rounds:  # the device is busy with the next round
@@ -378,21 +380,20 @@ class EngineLoop:
         self.runner.rows.kill(rows)
 
     def _cut(self, lane: int) -> int:
-        """Pass new tokens to their sequence, up to its end. Returns how many were sampled after the end."""
-        lanes = self.scheduler.lanes
-        lanes.collect(lane)
-        sequence = lanes.sequence[lane]
+        """Remove the tokens that were sampled after the end of a response. Returns their number."""
+        sequence = self.scheduler.lanes.sequence[lane]
         assert sequence is not None
         num_drawn = len(sequence.tokens)
         cut_at_stop(self._tokenizer, sequence)
         return num_drawn - len(sequence.tokens)
 
-    def _finish(self, lane: int) -> None:
-        """End a sequence that the device has stopped: at a stop token, or at its token limit."""
-        sequence = self.scheduler.lanes.sequence[lane]
-        assert sequence is not None
-        self.scheduler.end(lane, may_go_on=sequence.has_stopped)
-        self._end(sequence, "stop" if sequence.has_stopped else "length")
+    def _finish(self, lanes: Sequence[int]) -> None:
+        """End sequences that the device has stopped: at a stop token, or at their token limit."""
+        ended = [sequence for lane in lanes if (sequence := self.scheduler.lanes.sequence[lane]) is not None]
+        has_stopped = [sequence.has_stopped for sequence in ended]
+        self.scheduler.end_all(lanes, has_stopped)
+        for sequence, is_stop in zip(ended, has_stopped, strict=True):
+            self._end(sequence, "stop" if is_stop else "length")
 
     def _watch(self, lane: int) -> None:
         """Stream or end a sequence that still runs on the device and that the host inspects."""

@@ -66,9 +66,9 @@ class PagePool:
         self._references[pages] = 1
         return pages
 
-    def retain(self, pages: Pages) -> None:
-        """Add one reference to each of ``pages``, which must be in use."""
-        self._references[pages] += 1
+    def retain(self, pages: Pages, count: int = 1) -> None:
+        """Add ``count`` references to each of ``pages``, which must be in use."""
+        self._references[pages] += count
 
     def release(self, pages: Pages) -> None:
         """Remove one reference from each page. A page without references is free, or idle if it is registered."""
@@ -80,6 +80,19 @@ class PagePool:
             self._idle.update(dict.fromkeys(unused[is_remembered][::-1].tolist()))
             unused = unused[~is_remembered]
         self._push(unused)
+
+    def release_all(self, pages: Pages) -> None:
+        """``release`` for many sequences in a few operations: one reference per occurrence of a page in ``pages``.
+
+        The order is that of reuse: the last pages of the sequences come first.
+        """
+        self._references -= np.bincount(pages, minlength=len(self._references)).astype(np.int32)
+        _, first = np.unique(pages, return_index=True)
+        different = pages[np.sort(first)]
+        unused = different[self._references[different] == 0]
+        is_remembered = self._is_remembered[unused]
+        self._idle.update(dict.fromkeys(unused[is_remembered].tolist()))
+        self._push(unused[~is_remembered])
 
     def drop(self, pages: Pages) -> None:
         """Empty the prefix cache, and remove one reference per occurrence of a page in ``pages``."""

@@ -41,8 +41,8 @@ class RowMap:
         self._free = list(range(capacity))  # a heap
 
     @property
-    def is_full(self) -> bool:
-        return not self._free
+    def num_free(self) -> int:
+        return len(self._free)
 
     def lanes(self) -> NDArray[np.int64]:
         """The lane of each row up to the last one in use; -1 for a free row."""
@@ -53,19 +53,18 @@ class RowMap:
         lanes = self.lanes()
         return lanes[lanes >= 0]
 
-    def next_row(self) -> int:
-        return self._free[0]
+    def take(self, count: int) -> list[int]:
+        """The ``count`` lowest free rows. They are in use once ``assign`` has given them to lanes."""
+        return [heapq.heappop(self._free) for _ in range(count)]
 
-    def take(self, row: int, lane: int) -> None:
-        """Assign ``next_row`` to ``lane``."""
-        taken = heapq.heappop(self._free)
-        assert taken == row, "the lowest free row is assigned first"
-        self._lane_of_row[row] = lane
-        self.num_rows = max(self.num_rows, row + 1)
+    def assign(self, rows: Sequence[int], lanes: Sequence[int]) -> None:
+        self._lane_of_row[rows] = lanes
+        self.num_rows = max(self.num_rows, rows[-1] + 1)
 
-    def give_back(self, row: int) -> None:
-        self._lane_of_row[row] = -1
-        heapq.heappush(self._free, row)
+    def give_back(self, rows: Sequence[int]) -> None:
+        self._lane_of_row[rows] = -1
+        for row in rows:
+            heapq.heappush(self._free, row)
         self._shrink()
 
     def give_back_all(self) -> list[int]:
@@ -89,8 +88,8 @@ class RowMap:
         return moves
 
     def _shrink(self) -> None:
-        while self.num_rows and self._lane_of_row[self.num_rows - 1] < 0:
-            self.num_rows -= 1
+        used = np.flatnonzero(self._lane_of_row[: self.num_rows] >= 0)
+        self.num_rows = int(used[-1]) + 1 if len(used) else 0
 
 
 class DecodeRows:

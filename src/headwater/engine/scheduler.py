@@ -6,14 +6,14 @@ Python handles an individual sequence only when it arrives, starts, is preempted
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headwater.engine.lanes import Lanes
-from headwater.engine.pages import PagePool, Pages, prefix_keys
+from headwater.engine.pages import PagePool, prefix_keys
 from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
 from headwater.engine.prompts import PromptChunk, PromptJob, Prompts
 from headwater.engine.rows import RowMap
@@ -79,39 +79,33 @@ class Prefill:
         )
 
     def _begin(self, job: PromptJob, last_token: int, begun: Begun) -> None:
-        """Assign a lane, a row and the prompt's pages to every member of a complete prompt. The last page is copied."""
-        self._prompts.complete(job)
-        for place, member in enumerate(job.members):
-            pages = self._pages_for_sample(job, is_last=place == len(job.members) - 1, begun=begun)
-            if pages is None:
-                self._pool.release(job.pages)
-                for left in job.members[place:]:
-                    self._prompts.add_again(left, job.key)
-                return
-            row = self._rows.next_row()
-            lane = self._lanes.take(member, row, job.tokens, pages, job.version)
-            self._rows.take(row, lane)
-            begun.lanes.append(lane)
-            begun.last_tokens.append(last_token)
-
-    def _pages_for_sample(self, job: PromptJob, *, is_last: bool, begun: Begun) -> Pages | None:
-        """The prompt's pages for one more sample; ``None`` when rows or pages have run out.
+        """Assign a lane, a row and the prompt's pages to every member of a complete prompt, as far as there is room.
 
         Every sample writes to a partly filled page, so each gets a copy of it. The last sample uses the original.
         """
+        self._prompts.complete(job)
         is_partly_filled = len(job.tokens) % self._page_tokens > 0
-        if self._rows.is_full or (is_partly_filled and not is_last and not self._pool.num_available):
-            return None
-        if is_last:
-            return job.pages
-        pages = job.pages.copy()
-        shared = pages[:-1] if is_partly_filled else pages
-        self._pool.retain(shared)
+        num_members = num_begun = len(job.members)
+        if is_partly_filled and num_members - 1 > self._pool.num_available:
+            num_begun = self._pool.num_available
+        num_begun = min(num_begun, self._rows.num_free)
+        num_copies = num_begun - (num_begun == num_members)
+        pages = np.tile(job.pages, (num_begun, 1))
+        self._pool.retain(job.pages[: len(job.pages) - is_partly_filled], num_copies)
         if is_partly_filled:
-            begun.copy_sources.append(int(pages[-1]))
-            pages[-1] = self._pool.allocate(1)[0]
-            begun.copy_targets.append(int(pages[-1]))
-        return pages
+            pages[:num_copies, -1] = self._pool.allocate(num_copies)
+            begun.copy_sources += [int(job.pages[-1])] * num_copies
+            begun.copy_targets += pages[:num_copies, -1].tolist()
+        if num_begun < num_members:
+            self._pool.release(job.pages)
+            for left in job.members[num_begun:]:
+                self._prompts.add_again(left, job.key)
+        if num_begun:
+            rows = self._rows.take(num_begun)
+            lanes = self._lanes.take(job.members[:num_begun], rows, job.tokens, pages, job.version)
+            self._rows.assign(rows, lanes)
+            begun.lanes += lanes
+            begun.last_tokens += [last_token] * num_begun
 
     def _new_row(self, lane: int) -> NewRow:
         sequence = self._lanes.sequence[lane]
@@ -198,8 +192,21 @@ class Scheduler:
             self._remember(lane)
         self.pool.release(lanes.pages(lane))
         lanes.give_back(lane)
-        self._rows.give_back(row)
+        self._rows.give_back([row])
         return row
+
+    def end_all(self, lanes: Sequence[int], may_go_on: Sequence[bool]) -> None:
+        """``end`` for many lanes at once, in a number of array operations that does not depend on theirs.
+
+        Many short responses end in one round. Every small array operation may give the interpreter to another thread.
+        """
+        for lane, is_kept in zip(lanes, may_go_on, strict=True):
+            if is_kept:
+                self._remember(lane)
+        ended = np.array(lanes, np.int64)
+        self.pool.release_all(self.lanes.last_pages_first(ended))
+        self._rows.give_back(self.lanes.row[ended].tolist())
+        self.lanes.give_back_all(ended)
 
     def preempt(self, lane: int) -> int:
         """Release the pages of a sequence and return it to the queue with all its tokens. Returns its row.

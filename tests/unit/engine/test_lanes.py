@@ -24,7 +24,7 @@ def lanes_of(capacity: int, max_new_tokens: int = 16) -> Lanes:
     lanes = Lanes(capacity, max_pages=4)
     for row in range(capacity):
         request = ModelRequest(str(row), (5,), SamplingParams(max_new_tokens), row)
-        lanes.take(EngineSequence(request, (), row, on_end=lambda _: None), row, START, PAGES, 0)
+        lanes.take([EngineSequence(request, (), row, on_end=lambda _: None)], [row], START, PAGES[None], 0)
     return lanes
 
 
@@ -47,7 +47,7 @@ def test_a_large_budget_costs_the_others_neither_their_tokens_nor_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     budget = 200_000_000
     request = ModelRequest("long", (5,), SamplingParams(budget), 0)
-    lane = lanes.take(EngineSequence(request, (), 9, on_end=lambda _: None), 2, START, PAGES, 0)
+    [lane] = lanes.take([EngineSequence(request, (), 9, on_end=lambda _: None)], [2], START, PAGES[None], 0)
     lanes.append(np.array([lane]), np.array([[9]], np.int32), np.zeros((1, 1), np.float32), np.array([[True]]), 3)
     lanes.collect_all(np.arange(3))
     assert [lanes.sequence[each].tokens for each in range(3)] == [[7], [8], [9]]
@@ -151,3 +151,11 @@ def test_an_interruption_in_the_middle_of_long_responses_loses_nothing(collected
     assert bits(responses) == collected_at_the_end
     assert all(set(response.output_versions) == {0, 1} for response in responses)
     assert all(response.output_versions.count(0) > EARLY for response in responses)
+
+
+def test_the_last_pages_of_all_lanes_come_first():
+    lanes = Lanes(3, 4)
+    lanes.page_table[0, :3], lanes.page_table[1, :1], lanes.page_table[2, :4] = [1, 2, 3], [4], [1, 2, 5, 6]
+    lanes.num_pages[:] = 3, 1, 4
+    assert lanes.last_pages_first(np.array([0, 1, 2])).tolist() == [6, 3, 5, 2, 2, 1, 4, 1]
+    assert lanes.last_pages_first(np.zeros(0, np.int64)).tolist() == []

@@ -64,6 +64,12 @@ class Pool(RuleBasedStateMachine):
         self.references.subtract(pages.tolist())
 
     @rule(several=st.lists(consumes(held), max_size=4))
+    def release_all(self, several):
+        self.pool.release_all(np.concatenate([np.zeros(0, np.int32), *(pages[::-1] for pages in several)]))
+        for pages in several:
+            self.references.subtract(pages.tolist())
+
+    @rule(several=st.lists(consumes(held), max_size=4))
     def drop(self, several):
         self.pool.drop(np.concatenate([np.zeros(0, np.int32), *several]))
         for pages in several:

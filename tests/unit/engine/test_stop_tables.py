@@ -57,7 +57,9 @@ def lanes_of(*stops: tuple[str, ...], on_delta=None) -> Lanes:
 
 def put(lanes: Lanes, row: int, stops: tuple[str, ...], on_delta=None) -> int:
     asked = ModelRequest(str(row), (5,), SamplingParams(16, stop_strings=stops), row)
-    return lanes.take(EngineSequence(asked, (), row, on_end=lambda _: None, on_delta=on_delta), row, START, PAGES, 0)
+    sequence = EngineSequence(asked, (), row, on_end=lambda _: None, on_delta=on_delta)
+    [lane] = lanes.take([sequence], [row], START, PAGES[None], 0)
+    return lane
 
 
 def drawn(*rows: str) -> Drawn:
