@@ -15,15 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headwater.core.media import MediaContent, MediaProcessor
+from headwater.core.media import MediaContent
 from headwater.engine.batch_media import BatchMedia
+from headwater.engine.media_reader import MediaReader
 from headwater.engine.rows import upload
-from headwater.models.vision.tower import MediaFeatures, VisionTower
+from headwater.models.vision import MediaFeatures, VisionTower
 
 CACHE_BYTES = 512 * 2**20
 """Size limit of the cache. The features of one batch are kept in any case."""
-_MAX_TOWER_BYTES = 256 * 2**20
+_MAX_TOWER_BYTES = 64 * 2**20
 """Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger."""
+MEDIA_BYTES = CACHE_BYTES + 24 * _MAX_TOWER_BYTES
+"""Device memory to leave for media: the cache, and the pass of a tower over one batch. A layer of Qwen2.5-VL's tower
+holds about ten times as many values per patch as the patch has pixels, in half as many bytes each."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,11 @@ class MediaEncoder:
     """The vision tower of a model, and the features it has computed. The engine's thread owns it."""
 
     def __init__(
-        self, model: Any, processor: MediaProcessor, *, deterministic: bool, max_bytes: int = CACHE_BYTES
+        self, model: Any, reader: MediaReader, *, deterministic: bool, max_bytes: int = CACHE_BYTES
     ) -> None:
         """``deterministic``: the features of a picture do not depend on which others are computed with it."""
-        self._tower = VisionTower(model, processor)
-        self._processor = processor
+        self._tower = VisionTower(model, reader.processor)
+        self._reader = reader
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._hidden_size: int = model.config.get_text_config().hidden_size
@@ -125,6 +129,7 @@ class MediaEncoder:
     def _features(self, contents: dict[str, MediaContent]) -> dict[str, MediaFeatures]:
         found = {digest: features for digest in contents if (features := self.cache.get(digest)) is not None}
         new = [content for digest, content in contents.items() if digest not in found]
+        self._reader.read_all(new)
         for batch in self._batches(new):
             for content, features in zip(batch, self._tower(batch), strict=True):
                 # Not a view: one picture of a batch must not keep the memory of all.
@@ -138,7 +143,7 @@ class MediaEncoder:
         batches: list[list[MediaContent]] = []
         num_bytes = 0
         for content in contents:
-            own = sum(each.nbytes for each in self._processor.inputs(content).values() if isinstance(each, Tensor))
+            own = sum(each.nbytes for each in self._reader.processor.inputs(content).values())
             if not batches or self._one_by_one or num_bytes + own > _MAX_TOWER_BYTES:
                 batches.append([])
                 num_bytes = 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +21,7 @@ from headwater.core.records import (
     StopReason,
 )
 from headwater.engine.guides import Guide
+from headwater.engine.media_reader import Reading
 from headwater.engine.plans import MAX_STOP_IDS
 
 
@@ -54,8 +54,8 @@ class EngineSequence:
     following: Following | None = None
     guide: Guide | None = None
     """For a request with a bias, a penalty, a grammar or alternatives."""
-    preparing: Sequence[Future[None]] = ()
-    """Other threads read the request's images and videos. It enters the queue when all of them are done."""
+    reading: Reading | None = None
+    """Other threads read its images and videos. It enters the queue when they are done."""
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     tokens: list[int] = field(default_factory=list)
