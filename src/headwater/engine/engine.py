@@ -37,7 +37,7 @@ from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
-from headwater.engine.media import MEDIA_BYTES, MediaEncoder
+from headwater.engine.media import CACHE_BYTES, MEDIA_BYTES, MediaEncoder
 from headwater.engine.media_reader import MediaReader
 from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage
 from headwater.engine.model_spec import ModelSpec
@@ -165,7 +165,7 @@ class Engine:
         self._model = model
         self._media = MediaReader(processor, uses_grid=spec.uses_grid) if processor is not None else None
         if self._media is not None:
-            self._runner.media = MediaEncoder(model, self._media, deterministic=config.deterministic)
+            self._runner.media = MediaEncoder(model, self._media, CACHE_BYTES, deterministic=config.deterministic)
         self._mailboxes = Mailboxes()
         self._weights = ModelWeights(model)
         if keeps_addresses:

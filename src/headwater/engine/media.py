@@ -88,9 +88,7 @@ class FeatureCache:
 class MediaEncoder:
     """The vision tower of a model, and the features it has computed. The engine's thread owns it."""
 
-    def __init__(
-        self, model: Any, reader: MediaReader, *, deterministic: bool, max_bytes: int = CACHE_BYTES
-    ) -> None:
+    def __init__(self, model: Any, reader: MediaReader, max_bytes: int, *, deterministic: bool) -> None:
         """``deterministic``: the features of a picture do not depend on which others are computed with it."""
         self._tower = VisionTower(model, reader.processor)
         self._reader = reader
