@@ -198,7 +198,7 @@ def test_a_placeholder_token_that_stands_for_nothing_is_text():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_deterministic_mode_gives_the_same_bits_in_any_company(name):
+def test_deterministic_mode_gives_the_same_bits_in_any_company(name, tower_calls):
     asked = [asking(name, [WIDE], 1), asking(name, [ONE, OTHER], 2), asking(name, [], 3)]
     others = [asking(name, [picture(seed, 84, 56)], 10 + seed) for seed in range(3)]
     with running(name, deterministic=True) as engine:
@@ -209,6 +209,7 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(name):
         continued = [replace(each, given_tokens=done.output_tokens[:3]) for each, done in zip(asked, alone, strict=True)]
         rest = engine.generate(continued)
     assert bits(alone) == bits(together)
+    assert {len(call) for call in tower_calls} == {1}, "the bits of a picture may depend on others of the same call"
     assert [(each.output_tokens, each.output_logprobs) for each in rest] == [
         (each.output_tokens[3:], each.output_logprobs[3:]) for each in alone
     ]
