@@ -103,9 +103,9 @@ def test_a_vision_model_reads_text_without_pictures(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_number_of_pictures(name: str) -> None:
-    with pytest.raises(ValueError, match="2 placeholders .* for 1 images; it must have one for each image"):
+    with pytest.raises(ValueError, match=r"2 placeholders .* for 1 images; it must have one for each image"):
         processor_of(name).encode(question(name, 2), [picture(56, 56)])
-    with pytest.raises(ValueError, match="0 placeholders .* for 1 images"):
+    with pytest.raises(ValueError, match=r"0 placeholders .* for 1 images"):
         processor_of(name).encode("What?", [picture(56, 56)])
 
 

@@ -97,22 +97,22 @@ def build_config(preset: Preset) -> Any:
 
 
 def _text_settings(preset: Preset, num_extra_tokens: int = 0) -> dict[str, Any]:
-    return dict(
-        vocab_size=VOCABULARY_SIZE + num_extra_tokens,
-        hidden_size=preset.hidden_size,
-        intermediate_size=preset.intermediate_size,
-        num_hidden_layers=preset.num_layers,
-        num_attention_heads=preset.num_heads,
-        num_key_value_heads=preset.num_kv_heads,
-        head_dim=preset.head_dim,
-        max_position_embeddings=preset.max_positions,
-        tie_word_embeddings=True,
+    return {
+        "vocab_size": VOCABULARY_SIZE + num_extra_tokens,
+        "hidden_size": preset.hidden_size,
+        "intermediate_size": preset.intermediate_size,
+        "num_hidden_layers": preset.num_layers,
+        "num_attention_heads": preset.num_heads,
+        "num_key_value_heads": preset.num_kv_heads,
+        "head_dim": preset.head_dim,
+        "max_position_embeddings": preset.max_positions,
+        "tie_word_embeddings": True,
         # The usual 0.02 suits widths in the thousands. At width 128 it needs over twice the steps to learn addition.
-        initializer_range=preset.hidden_size**-0.5,
-        bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(END_TOKEN),
-        pad_token_id=SPECIAL_TOKENS.index(PAD_TOKEN),
-    )
+        "initializer_range": preset.hidden_size**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN),
+        "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN),
+    }
 
 
 def build_tokenizer(path: str = "") -> Any:

@@ -57,10 +57,11 @@ class VisionProcessor:
             end = place + 1
         long.extend(tokens[end:])
         left = iter(starts)
-        media = tuple(
-            PlacedMedia(content, tuple(MediaBlock(next(left), *shape) for shape in blocks)) for content, blocks in ordered
-        )
-        return tuple(long), media
+        media = []
+        for content, blocks in ordered:
+            placed = tuple(MediaBlock(next(left), *shape) for shape in blocks)
+            media.append(PlacedMedia(content, placed))
+        return tuple(long), tuple(media)
 
     def inputs(self, content: MediaContent) -> Mapping[str, Tensor]:
         """The tensors of one item, on the CPU, with the names that the model's forward pass gives them."""
