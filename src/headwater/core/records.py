@@ -13,6 +13,8 @@ from enum import StrEnum
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
+from headwater.core.media import Media
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -80,8 +82,8 @@ class Prompt:
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_schemas: tuple[Mapping[str, Any], ...] = ()
     """The tools that the prompt offers to the model, as OpenAI function schemas."""
-    multi_modal: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """``images`` and ``videos`` in the order of their placeholders."""
+    media: Media = ()
+    """Images and videos, and the tokens that stand for them."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The other columns of the row, for workflows and reward functions; and ``prompt``, if it is a plain string."""
     source: str = ""
@@ -252,10 +254,16 @@ class ModelRequest:
     session: str = ""
     """Requests with the same session share a prefix, such as the turns of an episode. A router sends them to the same
     server, which has the prefix in its cache, and never to one with older weights. Empty if there is no session."""
+    media: Media = ()
+    """Images and videos, and the tokens among ``input_tokens`` that stand for them."""
 
     def __post_init__(self) -> None:
         if not self.input_tokens:
             raise ValueError(f"request {self.request_id!r} has an empty prompt")
+        if self.media and max(each.end for each in self.media) > len(self.input_tokens):
+            raise ValueError(
+                f"request {self.request_id!r}: media stand after the end of its {len(self.input_tokens)} tokens"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +434,8 @@ class Trajectory:
     """The whole conversation, including the model's messages; empty if the workflow did not use an ``Episode``."""
     reward_info: Mapping[str, Any] = field(default_factory=dict)
     """What the scorer returned beside the reward. Numbers become metrics, and all values columns of rollout files."""
+    media: Media = ()
+    """Images and videos of the whole conversation, and the tokens that stand for them."""
     _arrays: TokenArrays | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -7,15 +7,13 @@ import binascii
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from headwater.chat.messages import Message
 from headwater.core.errors import DataError
+from headwater.core.media import MediaContent
 from headwater.data.row_store import PlacedRow
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 KINDS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
 """Types of message parts, and what each holds."""
@@ -88,28 +86,31 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def load_image(value: Any, where: str, folder: Path | None) -> Image:
-    """An RGB image from a path, a URL, encoded bytes, ``{"bytes": ...}``, ``{"path": ...}`` or a Pillow image."""
+def load_image(value: Any, where: str, folder: Path | None) -> MediaContent:
+    """An image from a path, a URL, encoded bytes, ``{"bytes": ...}``, ``{"path": ...}`` or a Pillow image."""
+    return MediaContent.of("image", [_encoded(value, where, folder)])
+
+
+def load_video(value: Any, where: str, folder: Path | None) -> MediaContent:
+    """A video from a list of frames."""
+    if not isinstance(value, (list, tuple)):
+        raise DataError(f"{where}: a video must be a list of frames")
+    frames = [_encoded(frame, f"{where} frame {number}", folder) for number, frame in enumerate(value)]
+    return MediaContent.of("video", frames, 1.0)
+
+
+def _encoded(value: Any, where: str, folder: Path | None) -> bytes:
     try:
         from PIL import Image
     except ImportError as error:
         raise DataError(f"{where}: images need Pillow; pip install headwater[vision]") from error
+    stream = io.BytesIO()
     try:
         opened = value if isinstance(value, Image.Image) else Image.open(_image_stream(value, where, folder))
-        return opened.convert("RGB")
+        opened.convert("RGB").save(stream, "png")
     except OSError as error:
         raise DataError(f"{where}: not a readable image ({error}); fix or remove it") from error
-
-
-def load_video(value: Any, where: str, folder: Path | None) -> Any:
-    """A list of frames becomes a list of images. A path is checked. Anything else is passed to the processor."""
-    if isinstance(value, (list, tuple)):
-        return [load_image(frame, f"{where} frame {number}", folder) for number, frame in enumerate(value)]
-    if not isinstance(value, str):
-        return value
-    if value.startswith("data:"):
-        raise DataError(f"{where}: a video in a data URL is not supported; write it to a file and give its path")
-    return str(_existing_file(value, where, folder))
+    return stream.getvalue()
 
 
 def _image_stream(value: Any, where: str, folder: Path | None) -> io.BytesIO | Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from headwater.chat.messages import Message, read_messages, split_placeholders, without_nones
@@ -18,6 +17,7 @@ from headwater.chat.render import (
 )
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
+from headwater.core.media import Media, MediaContent, MediaProcessor
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.data.media import load_image, load_video, place_media, take_inline_media
@@ -36,8 +36,8 @@ class PromptBuilder:
 
     config: DataConfig
     tokenizer: Tokenizer
-    processor: Any = None
-    """A transformers processor, for rows with images or videos."""
+    processor: MediaProcessor | None = None
+    """For rows with images or videos; None if the model takes only text."""
     tools: ToolsOfRow | None = None
     """The tools that a row offers to the model; None if the run has none. Worker processes receive a copy."""
 
@@ -56,16 +56,17 @@ class PromptBuilder:
         row, place = placed.row, placed.place
         system_prompt = self.config.system_prompt if placed.system_prompt is None else placed.system_prompt
         messages = read_messages(row, self.config.prompt_key, system_prompt, place)
-        messages, multi_modal = self._with_media(messages, placed)
+        messages, contents = self._with_media(messages, placed)
         extra_info = _mapping(row, "extra_info", place)
         tools_kwargs = _tools_kwargs(row, extra_info, place)
         schemas = self._tool_schemas(extra_info, tools_kwargs, place)
+        media: Media = ()
         if isinstance(row[self.config.prompt_key], str) and self._is_plain:
             text = row[self.config.prompt_key]
             tokens = self._plain_tokens(text, place, schemas, system_prompt)
         else:
             text = self._render(messages, schemas, place)
-            tokens = self._tokenize(text, multi_modal, place)
+            tokens, media = self._tokenize(text, contents, place)
         if not tokens:
             raise DataError(f"{place}: the chat template renders {self.config.prompt_key} to no tokens; check both")
         return Prompt(
@@ -78,7 +79,7 @@ class PromptBuilder:
             extra_info=extra_info,
             tools_kwargs=tools_kwargs,
             tool_schemas=schemas,
-            multi_modal=multi_modal,
+            media=media,
             columns=self._other_columns(row),
             source=placed.source,
         )
@@ -123,34 +124,27 @@ class PromptBuilder:
                 )
         return encode_plain(self.tokenizer, text)
 
-    def _with_media(
-        self, messages: list[Message], placed: PlacedRow
-    ) -> tuple[list[Message], dict[str, tuple[Any, ...]]]:
+    def _with_media(self, messages: list[Message], placed: PlacedRow) -> tuple[list[Message], list[MediaContent]]:
         keys = {"image": self.config.image_key, "video": self.config.video_key}
         kinds = [kind for kind, key in keys.items() if key in placed.row]
         if not kinds and all(isinstance(message["content"], str) for message in messages):
-            return messages, {}
+            return messages, []
         with_parts = split_placeholders(messages, kinds) if kinds else messages
         with_parts, inline = take_inline_media(with_parts, f"{placed.place}: {self.config.prompt_key}")
         values = {kind: place_media(inline[kind], placed, keys[kind], kind, self.config.prompt_key) for kind in keys}
         if not any(values.values()):
-            return messages, {}
+            return messages, []
         if self.processor is None:
             raise DataError(
                 f"{placed.place}: the row has images or videos, but no processor was loaded; "
                 "use a vision model, or remove the column"
             )
-        loaders: tuple[tuple[str, Callable[[Any, str, Path | None], Any]], ...]
-        loaders = (("image", load_image), ("video", load_video))
-        multi_modal = {
-            f"{kind}s": tuple(load(value, where, placed.folder) for value, where in values[kind])
-            for kind, load in loaders
-            if values[kind]
-        }
-        return with_parts, multi_modal
+        images = [load_image(value, where, placed.folder) for value, where in values["image"]]
+        videos = [load_video(value, where, placed.folder) for value, where in values["video"]]
+        return with_parts, images + videos
 
     def _render(self, messages: list[Message], schemas: Sequence[Mapping[str, Any]], place: str) -> str:
-        owner = self.tokenizer if self.processor is None else self.processor
+        owner = self.tokenizer if self.processor is None else self.processor.template
         arguments = {**self.config.chat_template_args, **({"tools": list(schemas)} if schemas else {})}
         try:
             return render_chat(owner, messages, arguments)
@@ -165,15 +159,13 @@ class PromptBuilder:
                 "change the row's messages or data.chat_template_args"
             ) from error
 
-    def _tokenize(self, text: str, multi_modal: Mapping[str, Any], place: str) -> tuple[int, ...]:
+    def _tokenize(self, text: str, contents: Sequence[MediaContent], place: str) -> tuple[tuple[int, ...], Media]:
         if self.processor is None:
-            return encode_rendered(self.tokenizer, text)
-        media = {kind: list(values) for kind, values in multi_modal.items()}
+            return encode_rendered(self.tokenizer, text), ()
         try:
-            encoded = self.processor(text=[text], add_special_tokens=False, **media)
+            return self.processor.encode(text, contents)
         except (TypeError, ValueError, RuntimeError) as error:
             raise DataError(f"{place}: the processor refuses the row ({type(error).__name__}: {error})") from error
-        return tuple(int(token) for token in encoded["input_ids"][0])
 
 
 def _mapping(row: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class RLHFDataset:
             return prompt
         if overlong == "filter" or overlong == "error":
             raise self._too_long(placed, len(prompt.tokens), "was shorter when the dataset was built; start again")
-        if prompt.multi_modal:
+        if prompt.media:
             # A cut inside the tokens of an image would leave the model with part of an image.
             raise self._too_long(placed, len(prompt.tokens), "has images or videos, which cannot be cut")
         return dataclasses.replace(prompt, tokens=cut_tokens(prompt.tokens, limit, overlong))

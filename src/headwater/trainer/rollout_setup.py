@@ -116,10 +116,10 @@ def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceE
 def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
     """Refuse rows with images or videos that nothing would show to the model. A workflow of the user may use them."""
     workflow = config.rollout.workflow
-    if prompt.multi_modal and not can.media and not is_path(workflow):
+    if prompt.media and not can.media and not is_path(workflow):
         raise ConfigError(
             [
-                f"{key}: row {prompt.uid} has {' and '.join(prompt.multi_modal)}, which rollout.backend = "
+                f"{key}: row {prompt.uid} has images or videos, which rollout.backend = "
                 f"{config.rollout.backend} cannot take; remove them from the data (data.image_key, data.video_key), or "
                 f"set rollout.workflow = {workflow} to your own class, which uses them itself"
             ]

@@ -367,9 +367,9 @@ class Episode:
             raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
 
     def _check_can_reply(self) -> None:
-        if self.prompt.multi_modal:
+        if self.prompt.media:
             raise RolloutFailed(
-                f"row {self.prompt.uid}: has {', '.join(self.prompt.multi_modal)}, but an episode sends only text to "
+                f"row {self.prompt.uid}: has images or videos, but an episode sends only text to "
                 "the model; remove these columns, or set rollout.workflow to one that sends them itself"
             )
         self._check_only_text(self.prompt.messages, "its prompt has")
