@@ -9,6 +9,10 @@ different log-probs, and float32 is cheap in each of them (docs/numerics.md has 
 - ``residual``: the sum that all layers add to. It is large compared with what one layer adds.
 
 Products have inputs of the narrow type in any case. With float32 layers nothing changes.
+
+Of a vision model, this holds for the layers of its language model: they are those of Qwen2, Qwen3 and Llama. Embeddings
+of pictures, which the tower computes in the narrow type without any change, and what Qwen3-VL adds after its first
+layers, are converted to float32 when they enter the residual stream, on both sides. Liger's kernels are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 
 WIDE: set[str] = {"logits", "rotary", "residual"}
 """Remove a name before an engine and a learner are built to measure what it gives (``benchmarks/mismatch.py``)."""
-WIDE_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
+WIDE_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text")
 """Model types whose layers both sides run with a wide residual stream and wide rotary embeddings."""
 NARROW_TYPES = (torch.bfloat16, torch.float16)
 
