@@ -18,6 +18,7 @@ from engine.vision_parts import (
     picture,
     reference,
     running,
+    video,
     weights,
 )
 
@@ -70,6 +71,15 @@ def test_mixed_requests_equal_transformers(name):
     assert [list(each.output_tokens) for each in responses[: len(greedy)]] == [generated(name, each) for each in greedy]
     assert_right(name, [*greedy, *sampled], responses)
     assert len({each.output_tokens for each in responses[len(greedy) :]}) == len(sampled)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "idefics3"])
+def test_videos_equal_transformers(name):
+    """With 0.001 frames per second, the rotary positions of the last frames are far beyond those of the text."""
+    videos = [video(1), video(2, num_frames=2), video(1, num_frames=4, frames_per_s=0.001)]
+    asked = [asking(name, [each], key) for key, each in enumerate(videos)] + [asking(name, [ONE, videos[0], WIDE], 9)]
+    with running(name, max_prefill_tokens=19) as engine:
+        assert_right(name, asked, engine.generate(asked))
 
 
 @pytest.mark.parametrize("name", EACH)
