@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
                 taken,
                 say=say,
                 routes=make_routes(router, connect),
-                processor=load_processor(model),
+                processor=load_processor(model, key="--model"),
             )
         finally:
             joining.set()

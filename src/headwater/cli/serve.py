@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         check_files(model, "MODEL")
         engine = backend.load(model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed)
         try:
-            serve(engine, tokenizer, options, taken, say=say, processor=load_processor(model))
+            serve(engine, tokenizer, options, taken, say=say, processor=load_processor(model, key="MODEL"))
         finally:
             engine.close()
     return 0
