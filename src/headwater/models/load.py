@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
+    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.modeling_auto import (
@@ -34,12 +33,16 @@ from transformers.models.auto.modeling_auto import (
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
 from headwater.models.builtin.chat_template import set_template
-from headwater.models.builtin.tiny import VOCABULARY_SIZE, build_model, build_tokenizer
+from headwater.models.builtin import tiny_vision
+from headwater.models.builtin.tiny import build_config, build_model, build_tokenizer, find_preset
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
 from headwater.models.sharded_load import ShardReader, load_skeleton, matches
 from headwater.models.source import ModelSource, locate, resolve_model
+from headwater.models.vision.architecture import check_supported, is_vision
+from headwater.models.vision.families import vision_family
+from headwater.models.vision.processor import VisionProcessor
 
 __all__ = [
     "ModelSource",
@@ -66,7 +69,7 @@ def load_tokenizer(path: str, *, key: str = "model.path", chat_template: str = "
     ``chat_template`` (``model.chat_template``) names another chat template than the model's own.
     """
     source = resolve_model(path, key)
-    tokenizer = build_tokenizer() if source.kind == "tiny" else _read_tokenizer(locate(source), key)
+    tokenizer = build_tokenizer(path) if source.kind == "tiny" else _read_tokenizer(locate(source), key)
     if chat_template:
         set_template(tokenizer, chat_template)
     return tokenizer
@@ -173,24 +176,35 @@ def _read_generation_config(model: Any, location: Path) -> None:
     _repair_generation_config(model)
 
 
-def load_processor(path: str, chat_template: str = "") -> Any | None:
-    """The processor that turns images and videos into model inputs, or ``None`` for a model that takes only text."""
-    source = resolve_model(path)
-    if source.kind in ("tiny", "smollm2"):
+def load_processor(path: str, chat_template: str = "", *, key: str = "model.path") -> VisionProcessor | None:
+    """What turns images and videos into tokens and model inputs, or ``None`` for a model that takes only text."""
+    source = resolve_model(path, key)
+    if source.kind == "smollm2":
         return None
-    location = locate(source)
-    config = read_config(location, source.key)
-    if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
-        return None
+    if source.kind == "tiny":
+        preset = find_preset(path, key)
+        config = build_config(preset)
+        if not is_vision(config):
+            return None
+        image_processor = tiny_vision.build_image_processor(preset.architecture)
+    else:
+        location = locate(source)
+        config = read_config(location, key)
+        if not is_vision(config):
+            return None
+        check_supported(config, _config_name(location, key))
+        image_processor = _read_image_processor(location, key)
+    tokenizer = load_tokenizer(path, key=key, chat_template=chat_template)
+    return VisionProcessor(tokenizer, vision_family(config, image_processor))
+
+
+def _read_image_processor(location: Path | str, key: str) -> Any:
     try:
-        processor = AutoProcessor.from_pretrained(location)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise _cannot_read(location, "processor", error, source.key) from error
-    if isinstance(processor, PreTrainedTokenizerBase):
-        return None
-    if chat_template:
-        set_template(processor, chat_template)
-    return processor
+        with quiet():
+            # Always with Pillow, so that pictures do not depend on whether torchvision is installed.
+            return AutoImageProcessor.from_pretrained(location, backend="pil")
+    except Exception as error:  # its settings can be wrong in arbitrary ways
+        raise _cannot_read(location, "image processor", error, key) from error
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -218,7 +232,7 @@ def vocabulary_size(path: str) -> int:
     """The number of tokens that the model of ``path`` knows, without loading its weights."""
     source = resolve_model(path)
     if source.kind == "tiny":
-        return VOCABULARY_SIZE
+        return int(build_config(find_preset(path)).get_text_config().vocab_size)
     return int(read_config(locate(source), "model.path").get_text_config().vocab_size)
 
 
@@ -259,6 +273,7 @@ def _repair_generation_config(model: Any) -> None:
 
 def _auto_class(location: Path | str, config: Any, key: str) -> Any:
     """The transformers class to load with; only models that continue text are accepted."""
+    check_supported(config, _config_name(location, key))
     text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     vision = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     for class_name, auto_class in ((vision, AutoModelForImageTextToText), (text, AutoModelForCausalLM)):

@@ -33,10 +33,16 @@ _TEXT_OF = """\
         {{- content -}}
     {%- elif content is iterable -%}
         {%- for part in content -%}
-            {%- if part.type != "text" -%}
-                {{- raise_exception("this model accepts only text; found a part of type " ~ part.type) -}}
+            {%- if part.type == "text" -%}
+                {{- part.text -}}
+            {%- elif image_mark and part.type in ["image", "image_url"] -%}
+                {{- image_mark -}}
+            {%- elif video_mark and part.type in ["video", "video_url"] -%}
+                {{- video_mark -}}
+            {%- else -%}
+                {%- set accepted = "text, images and videos" if image_mark else "text" -%}
+                {{- raise_exception("this model accepts only " ~ accepted ~ "; found a part of type " ~ part.type) -}}
             {%- endif -%}
-            {{- part.text -}}
         {%- endfor -%}
     {%- endif -%}
 {%- endmacro -%}
@@ -86,6 +92,14 @@ _BODY = (
 
 TINY_TEMPLATE = _TINY_HEAD + _BODY
 """``<|user|>What is 7 + 5?<|end|><|assistant|>``"""
+
+
+
+def vision_template(image_mark: str, video_mark: str) -> str:
+    """The tiny template, with what a vision model reads in place of an image or video."""
+    marks = f'{{%- set image_mark, video_mark = "{image_mark}", "{video_mark}" -%}}\n'
+    return marks + TINY_TEMPLATE
+
 
 CHATML_TEMPLATE = _CHATML_HEAD + _SMOLLM_HEAD + _BODY
 """The template that SmolLM2 was trained with, including its default system message."""

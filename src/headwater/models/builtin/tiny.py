@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import ModelError
 from headwater.core.registry import nearest
+from headwater.models.builtin import tiny_vision
 from headwater.models.builtin.chat_template import TINY_TEMPLATE
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "llama": Preset("llama"),
         "qwen3-small": _small("qwen3"),
         "llama-small": _small("llama"),
+        "qwen2_5_vl": Preset("qwen2_5_vl"),
     }
 )
 
@@ -68,23 +70,35 @@ def find_preset(path: str, key: str = "model.path") -> Preset:
 def build_model(path: str, *, seed: int) -> Any:
     """The model of ``tiny:<preset>`` in float32 on the CPU. The seed alone determines its weights."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    config = build_config(find_preset(path))
+    preset = find_preset(path)
+    config = build_config(preset)
+    auto_class = AutoModelForImageTextToText if preset.architecture in tiny_vision.BUILDERS else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # torch.manual_seed would also reset the CUDA generators, which fork_rng(devices=[]) does not restore.
         torch.default_generator.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+        model = auto_class.from_config(config, dtype=torch.float32)
+    text_config = config.get_text_config()
+    model.generation_config = GenerationConfig(
+        eos_token_id=text_config.eos_token_id, pad_token_id=text_config.pad_token_id
+    )
     return model.eval()
 
 
 def build_config(preset: Preset) -> Any:
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+    if preset.architecture in tiny_vision.BUILDERS:
+        extra = tiny_vision.extra_tokens(preset.architecture)
+        return tiny_vision.build_config(preset.architecture, _text_settings(preset, len(extra)), VOCABULARY_SIZE)
     config_class = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}[preset.architecture]
-    return config_class(
-        vocab_size=VOCABULARY_SIZE,
+    return config_class(**_text_settings(preset))
+
+
+def _text_settings(preset: Preset, num_extra_tokens: int = 0) -> dict[str, Any]:
+    return dict(
+        vocab_size=VOCABULARY_SIZE + num_extra_tokens,
         hidden_size=preset.hidden_size,
         intermediate_size=preset.intermediate_size,
         num_hidden_layers=preset.num_layers,
@@ -101,20 +115,24 @@ def build_config(preset: Preset) -> Any:
     )
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer(path: str = "") -> Any:
     """A ``PreTrainedTokenizerFast``: byte-level BPE, trained on ``CORPUS`` in milliseconds, always with the same ids.
+
+    That of a vision model has further special tokens and a chat template with images.
 
     Every byte has a token, so any text survives encoding and decoding. Each digit is a separate token, so numbers of
     equal length have equally many tokens and a model can learn arithmetic column by column.
     """
     from transformers import PreTrainedTokenizerFast
 
+    architecture = find_preset(path).architecture if path else ""
+    template = tiny_vision.template(architecture) if architecture in tiny_vision.BUILDERS else TINY_TEMPLATE
     return PreTrainedTokenizerFast(
         tokenizer_object=_train_bpe(),
         pad_token=PAD_TOKEN,
         eos_token=END_TOKEN,
-        extra_special_tokens=list(SPECIAL_TOKENS[2:]),
-        chat_template=TINY_TEMPLATE,
+        extra_special_tokens=[*SPECIAL_TOKENS[2:], *tiny_vision.extra_tokens(architecture)],
+        chat_template=template,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

@@ -1,0 +1,149 @@
+"""Text with pictures to tokens, and pictures to the tensors that a model reads.
+
+Only the tokenizer and the image processor of transformers are used. Its processors of whole models cannot be built
+without torchvision, because they also contain a video processor that needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from headwater.chat.render import encode_rendered
+from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
+from headwater.models.vision.family import BlockShape, VisionFamily
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+_KINDS: tuple[MediaKind, ...] = ("image", "video")
+
+
+class VisionProcessor:
+    """The ``MediaProcessor`` of a model. It can be pickled; the copy begins with an empty cache."""
+
+    def __init__(self, tokenizer: Any, family: VisionFamily, *, max_cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self.tokenizer = tokenizer
+        self.family = family
+        self._cache = InputCache(max_cache_bytes)
+
+    @property
+    def template(self) -> Any:
+        return self.tokenizer
+
+    def encode(self, text: str, contents: Sequence[MediaContent]) -> tuple[tuple[int, ...], Media]:
+        """Tokens of a rendered chat, in which every placeholder takes the next content of its kind.
+
+        Raises ``ValueError`` if the number of placeholders differs from that of the contents.
+        """
+        expanded, ordered = self._expand(text, contents)
+        tokens = encode_rendered(self.tokenizer, expanded)
+        marks = {self.tokenizer.convert_tokens_to_ids(self.family.token(kind)) for kind in _KINDS}
+        places = [place for place, token in enumerate(tokens) if token in marks]
+        shapes = [shape for _, blocks in ordered for shape in blocks]
+        if len(places) != len(shapes):
+            raise ValueError(f"the tokenizer makes {len(places)} placeholder tokens of {len(shapes)}")
+        # Each block is one token so far: the tokenizer need not read thousands of equal ones.
+        long: list[int] = []
+        starts = []
+        end = 0
+        for place, shape in zip(places, shapes, strict=True):
+            long.extend(tokens[end:place])
+            starts.append(len(long))
+            long.extend([tokens[place]] * shape.length)
+            end = place + 1
+        long.extend(tokens[end:])
+        left = iter(starts)
+        media = tuple(
+            PlacedMedia(content, tuple(MediaBlock(next(left), *shape) for shape in blocks)) for content, blocks in ordered
+        )
+        return tuple(long), media
+
+    def inputs(self, content: MediaContent) -> Mapping[str, Tensor]:
+        """The tensors of one item, on the CPU, with the names that the model's forward pass gives them."""
+        found = self._cache.get(content.digest)
+        if found is None:
+            found = self.family.inputs(content)
+            self._cache.put(content.digest, found)
+        return found
+
+    def _expand(
+        self, text: str, contents: Sequence[MediaContent]
+    ) -> tuple[str, list[tuple[MediaContent, list[BlockShape]]]]:
+        """The text with one token per block, and the contents with their blocks in the order of the text."""
+        marks = {kind: mark for kind in _KINDS if (mark := self.family.placeholder(kind))}
+        self._check_numbers(text, contents, marks)
+        kind_of = {mark: kind for kind, mark in marks.items()}
+        left = {kind: iter([each for each in contents if each.kind == kind]) for kind in marks}
+        parts: list[str] = []
+        ordered = []
+        for part in re.split(f"({'|'.join(map(re.escape, kind_of))})", text):
+            if part not in kind_of:
+                parts.append(part)
+                continue
+            kind = kind_of[part]
+            content = next(left[kind])
+            blocks = []
+            for piece in self.family.pieces(content):
+                if isinstance(piece, str):
+                    parts.append(piece)
+                else:
+                    parts.append(self.family.token(kind))
+                    blocks.append(piece)
+            ordered.append((content, blocks))
+        return "".join(parts), ordered
+
+    def _check_numbers(self, text: str, contents: Sequence[MediaContent], marks: Mapping[MediaKind, str]) -> None:
+        for kind in _KINDS:
+            num_contents = sum(content.kind == kind for content in contents)
+            if kind not in marks:
+                if num_contents:
+                    raise ValueError(f"this model takes no {kind}s")
+                continue
+            num_places = text.count(marks[kind])
+            if num_places != num_contents:
+                raise ValueError(
+                    f"the text has {num_places} placeholders {marks[kind]} for {num_contents} {kind}s; "
+                    f"it must have one for each {kind}"
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cache": InputCache(self._cache.max_bytes)}
+
+
+class InputCache:
+    """The tensors of the contents that were used last, up to a number of bytes. For use from several threads."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = Lock()
+
+    def get(self, digest: str) -> dict[str, Tensor] | None:
+        with self._lock:
+            if digest not in self._entries:
+                return None
+            self._entries.move_to_end(digest)
+            return self._entries[digest]
+
+    def put(self, digest: str, inputs: dict[str, Tensor]) -> None:
+        with self._lock:
+            if digest in self._entries:
+                return
+            self._entries[digest] = inputs
+            self._num_bytes += _num_bytes(inputs)
+            while self._num_bytes > self.max_bytes:
+                _, oldest = self._entries.popitem(last=False)
+                self._num_bytes -= _num_bytes(oldest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A lock cannot be pickled.
+        return InputCache, (self.max_bytes,)
+
+
+def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs.values())

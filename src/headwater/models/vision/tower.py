@@ -1,0 +1,34 @@
+"""The part of a vision model that turns pictures into embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headwater.core.media import MediaContent
+from headwater.models.vision.family import MediaFeatures
+from headwater.models.vision.processor import VisionProcessor
+
+
+class VisionTower:
+    """The vision tower of a model, with its projector. It uses the model's own weights, whatever they are now.
+
+    Gradients flow to the tower's parameters if they are enabled.
+    """
+
+    def __init__(self, model: Any, processor: VisionProcessor) -> None:
+        self._model = model
+        self._processor = processor
+
+    def __call__(self, contents: Sequence[MediaContent]) -> list[MediaFeatures]:
+        """The features of each content, from one call of the model's tower. Equal contents are computed once."""
+        if not contents:
+            return []
+        unique = {content.digest: content for content in contents}
+        device = self._model.get_input_embeddings().weight.device
+        inputs = [
+            {name: tensor.to(device, non_blocking=True) for name, tensor in self._processor.inputs(content).items()}
+            for content in unique.values()
+        ]
+        features = dict(zip(unique, self._processor.family.features(self._model, inputs), strict=True))
+        return [features[content.digest] for content in contents]

@@ -1,0 +1,141 @@
+"""Vision models: tokens, tower and positions against a whole forward pass of transformers."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from headwater.chat.render import render_chat
+from headwater.core.media import Media, MediaContent, rotary_positions, rotary_shift
+from headwater.models.load import load_model, load_processor, load_tokenizer
+from headwater.models.vision import VisionProcessor, VisionTower, uses_grid_positions, vision_parameter_names
+
+NAMES = ["qwen2_5_vl"]
+
+
+@cache
+def model_of(name: str) -> Any:
+    return load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=0)
+
+
+@cache
+def processor_of(name: str) -> VisionProcessor:
+    processor = load_processor(f"tiny:{name}")
+    assert processor is not None
+    return processor
+
+
+def picture(width: int, height: int, seed: int = 0) -> MediaContent:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return MediaContent.of("image", [file.getvalue()])
+
+
+def question(name: str, num_images: int) -> str:
+    parts = [{"type": "image"}, {"type": "text", "text": " and then "}] * num_images
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+    return render_chat(processor_of(name).template, messages)
+
+
+def reference_inputs(name: str, tokens: tuple[int, ...], contents: list[MediaContent]) -> dict[str, Any]:
+    """What a processor of transformers gives to the model, made by its image processor in one call."""
+    processor, config = processor_of(name), model_of(name).config
+    inputs = dict(processor.family.image_processor([each.images()[0] for each in contents], return_tensors="pt"))
+    ids = torch.tensor([tokens])
+    return {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int(), **inputs}
+
+
+def assembled_logits(name: str, tokens: tuple[int, ...], media: Media) -> torch.Tensor:
+    """A forward pass out of its parts, as the engine and the learner do it."""
+    model = model_of(name)
+    embeddings = model.get_input_embeddings()(torch.tensor(tokens))
+    features = VisionTower(model, processor_of(name))([item.content for item in media])
+    for item, made in zip(media, features, strict=True):
+        embeddings = embeddings.index_put((torch.from_numpy(item.places()),), made.embeddings)
+    positions = torch.from_numpy(rotary_positions(len(tokens), media))[:, None]
+    hidden = model.get_decoder()(inputs_embeds=embeddings[None], position_ids=positions).last_hidden_state
+    return model.lm_head(hidden)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_forward_pass_from_parts_equals_the_whole(name: str) -> None:
+    contents = [picture(56, 56), picture(84, 30, seed=1)]
+    tokens, media = processor_of(name).encode(question(name, 2), contents)
+    assert [item.num_tokens for item in media] == [4, 3]
+    expected = model_of(name)(**reference_inputs(name, tokens, contents)).logits
+    torch.testing.assert_close(assembled_logits(name, tokens, media), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if uses_grid_positions(model_of(name).config)])
+def test_rotary_positions_are_those_of_transformers(name: str) -> None:
+    contents = [picture(56, 56), picture(84, 30, seed=1), picture(112, 112)]
+    tokens, media = processor_of(name).encode(question(name, 3), contents)
+    inputs = reference_inputs(name, tokens, contents)
+    del inputs["pixel_values"]
+    expected, delta = model_of(name).model.get_rope_index(**inputs)
+    assert rotary_positions(len(tokens), media).tolist() == expected[:, 0].tolist()
+    assert rotary_shift(media) == int(delta)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_the_places_of_placeholder_tokens(name: str) -> None:
+    tokens, media = processor_of(name).encode(question(name, 2), [picture(56, 56), picture(112, 56)])
+    expected = np.flatnonzero(np.array(tokens) == model_of(name).config.image_token_id)
+    assert np.concatenate([item.places() for item in media]).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_vision_model_reads_text_without_pictures(name: str) -> None:
+    text = question(name, 0)
+    tokens, media = processor_of(name).encode(text, [])
+    assert media == ()
+    assert tokens == tuple(load_tokenizer(f"tiny:{name}").encode(text, add_special_tokens=False))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_number_of_pictures(name: str) -> None:
+    with pytest.raises(ValueError, match="2 placeholders .* for 1 images; it must have one for each image"):
+        processor_of(name).encode(question(name, 2), [picture(56, 56)])
+    with pytest.raises(ValueError, match="0 placeholders .* for 1 images"):
+        processor_of(name).encode("What?", [picture(56, 56)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_reach_every_parameter_of_the_tower(name: str) -> None:
+    model = load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=0)
+    names = vision_parameter_names(model)
+    same = picture(56, 56)
+    first, second, third = VisionTower(model, processor_of(name))([same, picture(84, 56), same])
+    assert first.embeddings is third.embeddings
+    (first.embeddings.square().sum() + second.embeddings.square().sum()).backward()
+    assert {name for name, each in model.named_parameters() if each.grad is not None} == names
+
+
+def test_the_cache_keeps_the_last_used_within_its_bytes() -> None:
+    contents = [picture(56, 56, seed) for seed in range(3)]
+    made = processor_of("qwen2_5_vl")
+    size = sum(tensor.nbytes for tensor in made.inputs(contents[0]).values())
+    processor = VisionProcessor(made.tokenizer, made.family, max_cache_bytes=2 * size)
+    first, second = processor.inputs(contents[0]), processor.inputs(contents[1])
+    assert processor.inputs(contents[0]) is first
+    processor.inputs(contents[2])
+    assert processor.inputs(contents[0]) is first
+    assert processor.inputs(contents[1]) is not second
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pickled_processor_encodes_the_same(name: str) -> None:
+    copy = pickle.loads(pickle.dumps(processor_of(name)))
+    content = picture(70, 56)
+    assert copy.encode(question(name, 1), [content]) == processor_of(name).encode(question(name, 1), [content])
+    for key, tensor in processor_of(name).inputs(content).items():
+        assert torch.equal(copy.inputs(content)[key], tensor)
