@@ -39,13 +39,13 @@ def load_message_media(
     ``known`` has contents by their digest, for parts that name one. With ``may_read_files=False`` only data URLs and
     bytes are accepted: a request over the network must not read files of this machine.
     """
+    given = known or {}
     return [
-        {**message, "content": [_loaded(part, f"{place}[{at}].content[{number}]", known or {}, folder, may_read_files)
-                                for number, part in enumerate(parts)]}
-        if any(_kind_of(part) is not None for part in (parts := _parts(message)))
+        {**message, "content": _loaded_parts(message, f"{place}[{at}].content", given, folder, may_read_files)}
+        if has_media([message])
         else message
         for at, message in enumerate(messages)
-    ]  # fmt: skip
+    ]
 
 
 def take_message_media(messages: Sequence[Message]) -> tuple[list[Message], list[MediaContent]]:
@@ -96,6 +96,15 @@ def videos_of(media: Media) -> list[list[Any]]:
     return [item.content.images() for item in media if item.content.kind == "video"]
 
 
+def _loaded_parts(
+    message: Message, where: str, known: Mapping[str, MediaContent], folder: Path | None, may_read_files: bool
+) -> list[Any]:
+    return [
+        _loaded(part, f"{where}[{number}]", known, folder, may_read_files)
+        for number, part in enumerate(_parts(message))
+    ]
+
+
 def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], folder: Path | None, may_read_files: bool) -> Any:
     kind = _kind_of(part)
     if kind is None:
@@ -127,9 +136,7 @@ def _refuse_files(value: Any, where: str) -> None:
     if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
         return
     shown = repr(value)[:80]
-    raise DataError(
-        f"{where}: {shown} is not a data URL; send 'data:image/png;base64,...' with the content of the file"
-    )
+    raise DataError(f"{where}: {shown} is not a data URL; send the file as 'data:image/png;base64,...'")
 
 
 def _kind_of(part: Any) -> str | None:

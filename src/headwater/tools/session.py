@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,12 +32,16 @@ class ToolSession:
     and was not cancelled had a regular result.
     """
 
-    def __init__(self, tools: Mapping[str, LoadedTool], prompt: Prompt, totals: Counter[str]) -> None:
+    def __init__(
+        self, tools: Mapping[str, LoadedTool], prompt: Prompt, totals: Counter[str], *, takes_media: bool = False
+    ) -> None:
+        """``takes_media`` says that the model can be shown images and videos."""
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         """Time that calls took, including the wait for a free slot."""
         self._tools = tools
         self._totals = totals
+        self._takes_media = takes_media
         episode_id = f"{prompt.uid}-{uuid.uuid4().hex}"
         self._instances = {
             name: _Instance(tool, prompt.tools_kwargs.get(name, {}), episode_id, self._add)
@@ -109,13 +114,15 @@ class ToolSession:
         text, is_cut = cutting.cut(result.text)
         if is_cut:
             self._add("truncated")
-        return ToolResult(text, result.reward, result.metrics, result.failure)
+        return replace(result, text=text)
 
     async def _attempt(self, loaded: LoadedTool, call: ToolCall) -> ToolResult:
         name, timeout_s = loaded.name, loaded.limits.timeout_s
         try:
             arguments = loaded.schema.check(call.arguments)
             result = read_result(await self._instances[name].execute(arguments))
+            if result.media and not self._takes_media:
+                raise BadResult("returned an image or a video, and the model takes only text; return text")
             loaded.note_available()
             return result
         except WrongArguments as error:
