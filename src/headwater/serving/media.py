@@ -34,8 +34,10 @@ def take_media(messages: Sequence[Message], limits: ModelLimits, name: str) -> t
         raise ApiError(f"{name}: {count} images and videos, and the limit is {MAX_ITEMS}; send fewer", param=name)
     check_client()
     try:
-        if limits.fetches_media:
-            messages = [_with_downloads(message, f"{name}[{place}]") for place, message in enumerate(messages)]
+        messages = [
+            _with_downloads(message, f"{name}[{place}]", may_download=limits.fetches_media)
+            for place, message in enumerate(messages)
+        ]
         loaded = load_message_media(messages, name, may_read_files=False)
     except DataError as error:
         raise ApiError(str(error), param=name, code="bad_media") from error
@@ -59,23 +61,46 @@ def encode_media(
         ) from error
 
 
-def _with_downloads(message: Message, name: str) -> Message:
+def expand_media(
+    tokens: tuple[int, ...], contents: Sequence[MediaContent], limits: ModelLimits, name: str
+) -> tuple[tuple[int, ...], Media]:
+    """Tokens with one placeholder per image, as those that the model reads."""
+    from headwater.models.vision.placeholders import expand
+    from headwater.models.vision.processor import VisionProcessor
+
+    if not isinstance(limits.processor, VisionProcessor):
+        raise ApiError(f"{name}: images need text, because this processor finds no placeholders in tokens", param=name)
+    try:
+        return expand(tokens, contents, limits.processor)
+    except ValueError as error:
+        raise ApiError(f"{name}: {error}; send one placeholder per image", param=name, code="bad_media") from error
+
+
+def _with_downloads(message: Message, name: str, *, may_download: bool) -> Message:
     if not isinstance(message.get("content"), list):
         return message
-    return {
-        **message,
-        "content": [_downloaded(part, f"{name}.content[{place}]") for place, part in enumerate(message["content"])],
-    }
+    parts = [
+        _downloaded(part, f"{name}.content[{place}]", may_download) for place, part in enumerate(message["content"])
+    ]
+    return {**message, "content": parts}
 
 
-def _downloaded(part: Any, where: str) -> Any:
-    """A part whose image is at an address on the network, with the bytes of that image."""
+def _downloaded(part: Any, where: str, may_download: bool) -> Any:
+    """A part whose image is at an address on the network, with the bytes of that image.
+
+    Not ``data.remote``: it keeps every file, and opens addresses of object stores with this machine's credentials.
+    """
     if not is_media(part):
         return part
     kind = KINDS[part["type"]]
     ((value, _),) = take_inline_media([{"role": "user", "content": [part]}], where)[1][kind]
     if not isinstance(value, str) or not value.startswith(("http://", "https://")):
         return part
+    if not may_download:
+        raise DataError(
+            f"{where}: {value[:100]} is not downloaded; send the image as a data URL, or start the server with "
+            "--allow-remote-images"
+        )
     check_client()
     return {"type": kind, kind: _download(value, where)}
 

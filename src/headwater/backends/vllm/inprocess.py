@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class InProcessLink:
             labels_tokens=self._dialect.labels_tokens,
             can_sleep=config.model_config.enable_sleep_mode and device != "cpu",
             logprobs_mode=str(config.model_config.logprobs_mode),
+            takes_media=True,
             has_own_worker=True,
         )
 
@@ -117,11 +119,16 @@ class InProcessLink:
 
         body = write_request(sending, self._dialect)
         prompt = {"prompt_token_ids": body["token_ids"], "cache_salt": body["cache_salt"]}
+        if media := sending.request.media:
+            images = await asyncio.to_thread(lambda: [item.content.images()[0] for item in media])
+            prompt["multi_modal_data"] = {"image": images}
+            prompt["multi_modal_uuids"] = {"image": [item.content.digest for item in media]}
         params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.DELTA)
         with _engine_errors("generates"):
             async with aclosing(self._engine.generate(prompt, params, body["request_id"])) as outputs:
                 async for output in outputs:
-                    yield self._read(output.outputs[0])
+                    chunk = self._read(output.outputs[0])
+                    yield replace(chunk, prompt=tuple(output.prompt_token_ids)) if media else chunk
 
     def _read(self, output: Any) -> StreamedTokens:
         """As if it had come over HTTP."""
