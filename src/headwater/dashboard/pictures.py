@@ -42,7 +42,7 @@ class Picture:
 
 
 def picture(run: Run, given: Mapping[str, str]) -> Picture:
-    """The image with a digest, or a frame of a video. The file's name is made here, so no other file can be asked for."""
+    """The image with a digest, or a frame of a video. The file's name is made here, so only such files can be read."""
     digest, frame = need(given, "digest"), whole(given, "frame", None, low=0, high=_MOST_FRAMES)
     if not _DIGEST.fullmatch(digest):
         raise bad_request(f"digest = {digest[:80]!r}: must be 64 digits and letters from a to f.")

@@ -1,4 +1,4 @@
-"""Images for servers of other programs, which take prompts with one placeholder per image and expand them themselves."""
+"""Images for servers of other programs, which take one placeholder per image and expand it themselves."""
 
 from __future__ import annotations
 
