@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
 
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
-from headwater.models.builtin.chat_template import set_template
 from headwater.models.builtin import tiny_vision
+from headwater.models.builtin.chat_template import set_template
 from headwater.models.builtin.tiny import build_config, build_model, build_tokenizer, find_preset
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet

@@ -20,6 +20,7 @@ from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine
 from headwater.core.records import DropKind, Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
+from headwater.data.media import MediaSettings
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
@@ -192,7 +193,9 @@ def _build(
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
     processor = load_processor(model_path, config.model.chat_template)
-    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, remote.tools)
+    media = MediaSettings.of(config.data)
+    shown = media if processor is not None else None
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, remote.tools, shown)
     if toolbox is not None:
         after_failure.callback(toolbox.close_unused)
     parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None
@@ -269,6 +272,8 @@ def _build(
             max_prompt_tokens=config.data.max_prompt_tokens,
             tools=toolbox,
             parser=parser,
+            processor=processor,
+            media_settings=media,
         )
         return make_workflow(context)
 

@@ -58,7 +58,8 @@ class VisionProcessor:
         long.extend(tokens[end:])
         left = iter(starts)
         media = tuple(
-            PlacedMedia(content, tuple(MediaBlock(next(left), *shape) for shape in blocks)) for content, blocks in ordered
+            PlacedMedia(content, tuple(MediaBlock(next(left), *shape) for shape in blocks))
+            for content, blocks in ordered
         )
         return tuple(long), media
 
