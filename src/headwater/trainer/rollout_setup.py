@@ -120,9 +120,10 @@ def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> 
     if prompt.media and not can.media and not is_path(workflow):
         raise ConfigError(
             [
-                f"{key}: row {prompt.uid} has images or videos, which rollout.backend = "
-                f"{config.rollout.backend} cannot take; remove them from the data (data.image_key, data.video_key), or "
-                f"set rollout.workflow = {workflow} to your own class, which uses them itself"
+                f"{key}: row {prompt.uid} has images or videos, which rollout.backend = {config.rollout.backend} "
+                f"cannot take with model.path = {config.model.path}; use a vision model and a backend that takes "
+                "images, such as embedded, remove them from the data (data.image_key, data.video_key), or set "
+                f"rollout.workflow = {workflow} to your own class, which uses them itself"
             ]
         )
 
