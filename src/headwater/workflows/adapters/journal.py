@@ -239,8 +239,8 @@ class _Alignment:
             raise InvalidTrajectory(f"episode {self._name}: {problem}")
         if answer.media[: len(self.media)] != self.media:
             raise InvalidTrajectory(
-                f"episode {self._name}: the replies of one sequence were sampled with different images; send all images "
-                "of the conversation with every request"
+                f"episode {self._name}: the replies of one sequence were sampled with different images; send all "
+                "images of the conversation with every request"
             )
         self.media = answer.media
         response = answer.response

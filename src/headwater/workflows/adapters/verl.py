@@ -156,7 +156,7 @@ class AgentLoopBase(ABC):
         """
         if audios:
             raise RolloutFailed("apply_chat_template was given audio; a model is shown only images and videos")
-        arguments = {"tools": list(tools)} if tools else {}
+        arguments: dict[str, Any] = {"tools": list(tools)} if tools else {}
         tokens = self._render(messages, images=images, videos=videos, **arguments)
         return tokens[len(self.system_prompt) :] if remove_system_prompt else tokens
 
