@@ -11,12 +11,12 @@ digest of a known content is a complete part, so messages of a conversation can 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
-from headwater.data.media import KINDS, load_image, load_video, take_inline_media
+from headwater.data.media import KINDS, MediaSettings, load_image, load_video, take_inline_media
 
 Message = Mapping[str, Any]
 
@@ -31,7 +31,7 @@ def load_message_media(
     place: str,
     known: Mapping[str, MediaContent] | None = None,
     *,
-    folder: Path | None = None,
+    settings: MediaSettings | None = None,
     may_read_files: bool = True,
 ) -> list[Message]:
     """The messages with a ``MediaContent`` in every image or video part.
@@ -39,9 +39,17 @@ def load_message_media(
     ``known`` has contents by their digest, for parts that name one. With ``may_read_files=False`` only data URLs and
     bytes are accepted: a request over the network must not read files of this machine.
     """
-    given = known or {}
+    rules = settings or MediaSettings()
+    if not may_read_files:
+        rules = replace(rules, allow_files=False, allow_remote=False)
     return [
-        {**message, "content": _loaded_parts(message, f"{place}[{at}].content", given, folder, may_read_files)}
+        {
+            **message,
+            "content": [
+                _loaded(part, f"{place}[{at}].content[{number}]", known or {}, rules)
+                for number, part in enumerate(_parts(message))
+            ],
+        }
         if has_media([message])
         else message
         for at, message in enumerate(messages)
@@ -96,47 +104,18 @@ def videos_of(media: Media) -> list[list[Any]]:
     return [item.content.images() for item in media if item.content.kind == "video"]
 
 
-def _loaded_parts(
-    message: Message, where: str, known: Mapping[str, MediaContent], folder: Path | None, may_read_files: bool
-) -> list[Any]:
-    return [
-        _loaded(part, f"{where}[{number}]", known, folder, may_read_files)
-        for number, part in enumerate(_parts(message))
-    ]
-
-
-def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], folder: Path | None, may_read_files: bool) -> Any:
+def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], settings: MediaSettings) -> Any:
     kind = _kind_of(part)
-    if kind is None:
+    if kind is None or isinstance(part.get(kind), MediaContent):
         return part
-    if isinstance(part.get(kind), MediaContent):
-        return part
-    digest = part.get("digest")
-    if digest in known:
-        return {"type": kind, kind: known[digest]}
+    if part.get("digest") in known:
+        return {"type": kind, kind: known[part["digest"]]}
     _, found = take_inline_media([{"role": "user", "content": [part]}], where)
-    value, _ = found[kind][0]
+    ((value, _),) = found[kind]
     if value is None:
         raise DataError(f"{where}: a part of type {kind!r} holds no {kind}; write {{'type': {kind!r}, {kind!r}: ...}}")
-    if isinstance(value, MediaContent):
-        return {"type": kind, kind: value}
-    if not may_read_files:
-        _refuse_files(value, where)
     load = load_image if kind == "image" else load_video
-    return {"type": kind, kind: load(value, where, folder)}
-
-
-def _refuse_files(value: Any, where: str) -> None:
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            _refuse_files(each, where)
-        return
-    if isinstance(value, Mapping) and value.get("bytes"):
-        return
-    if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:")):
-        return
-    shown = repr(value)[:80]
-    raise DataError(f"{where}: {shown} is not a data URL; send the file as 'data:image/png;base64,...'")
+    return {"type": kind, kind: load(value, where, None, settings)}
 
 
 def _kind_of(part: Any) -> str | None:

@@ -46,6 +46,7 @@ from headwater.core.records import (
     StopReason,
     Trajectory,
 )
+from headwater.data.media import MediaSettings
 from headwater.data.message_media import has_media, load_message_media, take_message_media, with_digests
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class WorkflowContext:
     """Finds tool calls in the model's messages; None if the run has no tools."""
     processor: MediaProcessor | None = None
     """Makes tokens of images and videos; None if the model takes only text."""
+    media_settings: MediaSettings = field(default_factory=MediaSettings)
+    """How images and videos are read, for example how large they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +426,8 @@ class Episode:
         items = (*self.prompt.media, *self._media)
         known = {item.content.digest: item.content for item in items}
         try:
-            return take_message_media(load_message_media(messages, f"{what} messages", known))
+            settings = self.context.media_settings
+            return take_message_media(load_message_media(messages, f"{what} messages", known, settings=settings))
         except DataError as error:
             raise RolloutFailed(f"episode {self._name}: {error}") from error
 
