@@ -1,7 +1,7 @@
-"""Tokens with one placeholder per image, as other programs exchange them, and tokens with everything that stands for it.
+"""Tokens with one placeholder per image, as other programs exchange them, and those that the model reads.
 
 short = collapse(tokens, media, processor)                  # [.., 7, image_pad, 9, ..]
-tokens, media = expand(short, contents, processor)          # [.., 7, image_pad, image_pad, image_pad, image_pad, 9, ..]
+tokens, media = expand(short, contents, processor)          # [.., 7, image_pad, image_pad, image_pad, 9, ..]
 """
 
 from __future__ import annotations

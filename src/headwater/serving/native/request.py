@@ -45,9 +45,8 @@ def read_request(body: Mapping[str, Any], limits: ModelLimits, store: MediaStore
         raise ApiError('sampling: is missing; give at least {"max_new_tokens": 16}', param="sampling")
     if rng_key is None:
         raise ApiError("rng_key: is missing; give the number that decides every sampled token", param="rng_key")
-    return ModelRequest(
-        request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens, session, media
-    )
+    params = _read_sampling(sampling, limits)
+    return ModelRequest(request_id, input_tokens, params, rng_key, given_tokens, session, media)
 
 
 def check_length(request: ModelRequest, limits: ModelLimits) -> None:
