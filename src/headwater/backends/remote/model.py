@@ -120,4 +120,6 @@ def model_folder(context: BackendContext) -> Iterator[Path]:
         config = context.config
         model = load_model(context.model_path, dtype=config.model.dtype, device="cpu", seed=config.run.seed)
         save_model(model, context.tokenizer, folder)
+        if (processor := load_processor(context.model_path, config.model.chat_template)) is not None:
+            processor.family.image_processor.save_pretrained(folder)
         yield Path(folder)

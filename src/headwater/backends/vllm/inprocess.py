@@ -14,7 +14,7 @@ from headwater.backends import BackendContext
 from headwater.backends.remote.link import Garbage, LinkLost, PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
-from headwater.backends.vllm.launch import engine_settings
+from headwater.backends.vllm.launch import MEDIA_LIMITS, engine_settings, reads_images
 from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
 from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import MemoryTag
@@ -83,6 +83,8 @@ class InProcessLink:
         settings = engine_settings(context.config, is_on_cpu=is_on_cpu, shares_device=True)
         if str(INSIDE) not in sys.path:  # worker processes inherit the path, and find the methods of inside/ by it
             sys.path.append(str(INSIDE))
+        if reads_images(folder):
+            settings["limit_mm_per_prompt"] = MEDIA_LIMITS
         sleeps = context.config.learner.offload_during_rollout
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
