@@ -47,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    settings = ["rollout.backend=vllm", "data.max_prompt_tokens=128", "rollout.max_new_tokens=32", f"model.path={MODEL}",
+    settings = [f"model.path={MODEL}", "data.max_prompt_tokens=128", "rollout.max_new_tokens=32", "rollout.backend=vllm",
                 "rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}"]  # fmt: skip
     config = with_dtype(load_config("quickstart", settings).config)
     engine = VllmEngine.launch(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()), ["cpu"])
@@ -63,7 +63,11 @@ def picture(colour: str, size: tuple[int, int] = (56, 84)) -> MediaContent:
 
 def request(name: str, *contents: MediaContent, max_new_tokens: int = 12) -> ModelRequest:
     processor = load_processor(MODEL)
-    content = [{"type": "text", "text": "Look: "}, *({"type": "image"} for _ in contents), {"type": "text", "text": "?"}]
+    content = [
+        {"type": "text", "text": "Look: "},
+        *({"type": "image"} for _ in contents),
+        {"type": "text", "text": "?"},
+    ]
     text = render_chat(processor.template, [{"role": "user", "content": content}])
     tokens, media = processor.encode(text, contents)
     return ModelRequest(name, tokens, SamplingParams(max_new_tokens, ignore_end=True), rng_key=3, media=media)

@@ -108,7 +108,7 @@ def _downloaded(part: Any, where: str, may_download: bool) -> Any:
 def _download(url: str, where: str) -> bytes:
     request = urllib.request.Request(url, headers={"User-Agent": "headwater"})
     try:
-        # The default opener also follows redirects to FTP.
+        # The default opener also opens files and FTP.
         opener = urllib.request.OpenerDirector()
         for handler in _HANDLERS:
             opener.add_handler(handler())
@@ -121,22 +121,13 @@ def _download(url: str, where: str) -> bytes:
     return content
 
 
-class _WebRedirects(urllib.request.HTTPRedirectHandler):
-    """Redirects, but only to other pages of the web."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        if not newurl.startswith(("http://", "https://")):
-            raise DataError(f"it redirects to {newurl[:100]}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
 _HANDLERS = (
     urllib.request.ProxyHandler,
     urllib.request.HTTPHandler,
     urllib.request.HTTPSHandler,
     urllib.request.HTTPDefaultErrorHandler,
     urllib.request.HTTPErrorProcessor,
-    _WebRedirects,
+    urllib.request.HTTPRedirectHandler,
 )
 
 
