@@ -47,7 +47,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    settings = [f"model.path={MODEL}", "data.max_prompt_tokens=128", "rollout.max_new_tokens=32", "rollout.backend=vllm",
+    settings = [f"model.path={MODEL}", "data.max_prompt_tokens=128", "rollout.max_new_tokens=32",
+                "rollout.backend=vllm",
                 "rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}"]  # fmt: skip
     config = with_dtype(load_config("quickstart", settings).config)
     engine = VllmEngine.launch(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()), ["cpu"])
