@@ -274,7 +274,7 @@ def test_refused_images_are_named(engine: Engine) -> None:
         ("https://example.com/a.png", f"{where}: https://example.com/a.png is not downloaded; send the image as a"),
         ("/etc/passwd", f"{where}: '/etc/passwd' is not read from the disk"),
         ("file:///etc/passwd", f"{where}: '/etc/passwd' is not read from the disk"),
-        (7, f"{where}: 7 is not a data URL"),
+        (7, f"{where}: a int is not an image"),
         ({"detail": "low"}, where),
     ]
     for image, message in cases:
