@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -17,32 +18,37 @@ def opened(row):
 
 
 def seen(row):
-    """The colour in every cell, read from the pixels."""
+    """The shape and colour in every cell, read from the pixels: a shape is told by how much of its box it fills."""
     image = opened(row)
     cells = {}
     for number, place in enumerate(PLACES):
         top, left = (28 * each for each in divmod(number, 2))
-        found = {pixel for _, pixel in image.crop((left, top, left + 28, top + 28)).getcolors()}
-        names = {COLOR_NAMES[pixel] for pixel in found if pixel != (255, 255, 255)}
-        assert len(names) <= 1
-        if names:
-            cells[place] = names.pop()
+        cell = np.asarray(image.crop((left, top, left + 28, top + 28)))
+        drawn = (cell != 255).any(axis=2)
+        if not drawn.any():
+            continue
+        (color,) = {tuple(pixel) for pixel in cell[drawn].tolist()}
+        rows, columns = (np.flatnonzero(drawn.any(axis=axis)) for axis in (1, 0))
+        share = drawn.sum() / ((rows[-1] - rows[0] + 1) * (columns[-1] - columns[0] + 1))
+        shape = "square" if share > 0.95 else "circle" if share > 0.65 else "triangle"
+        cells[place] = shape, COLOR_NAMES[color]
     return cells
 
 
 def test_answers_are_in_the_pictures():
     rows = shapes("train", 120, 0)
     for row in rows:
-        cells, answer = seen(row), row["reward_model"]["ground_truth"]
+        cells, answer, text = seen(row), row["reward_model"]["ground_truth"], row["prompt"][0]["content"]
+        asked = [(place, color) for place, (shape, color) in cells.items() if f"the {shape}?" in text]
         kind = row["extra_info"]["question"]
         if kind == "count":
+            assert text == "<image>How many shapes?"
             assert answer == str(len(cells))
-        elif kind == "color":
-            assert answer in cells.values()
         else:
-            assert answer in cells
+            assert text.startswith("<image>What color is the " if kind == "color" else "<image>Where is the ")
+            ((place, color),) = asked
+            assert answer == (color if kind == "color" else place)
         assert opened(row).size == (56, 56)
-        assert row["prompt"][0]["content"].count("<image>") == 1
     assert Counter(row["extra_info"]["question"] for row in rows) == dict.fromkeys(QUESTIONS, 40)
 
 
@@ -55,20 +61,16 @@ def test_all_answers_are_equally_frequent():
 
 
 def test_pictures_are_held_out_and_the_seed_decides():
-    arrangements = {split: {str(seen(row)) for row in shapes(split, 200, 1, max_shapes=1)} for split in ("train", "eval")}
     assert shapes("train", 20, 1) == shapes("train", 20, 1) != shapes("train", 20, 2)
-    train, held_out = (
-        {row["images"][0]["bytes"] for row in shapes(split, 400, seed)} for split, seed in (("train", 1), ("eval", 2))
-    )
-    assert not train & held_out
-    assert len(train) > 390
-    assert arrangements["train"]
+    for options in ({}, {"max_shapes": 1, "questions": ["color", "position"]}):
+        train, held_out = ({str(seen(row)) for row in shapes(split, 200, 1, **options)} for split in ("train", "eval"))
+        assert not train & held_out
+    files = {row["images"][0]["bytes"] for row in shapes("train", 200, 1)}
+    assert len(files) > 190
 
 
 def test_blank_pictures_change_nothing_else():
-    rows, blank = shapes("train", 30, 0, demonstrations="any_answer"), shapes(
-        "train", 30, 0, demonstrations="any_answer", blank=True
-    )
+    rows, blank = (shapes("train", 30, 0, demonstrations="any_answer", blank=blank) for blank in (False, True))
     assert {row["images"][0]["bytes"] for row in blank} == {blank[0]["images"][0]["bytes"]}
     assert opened(blank[0]).getcolors() == [(56 * 56, (255, 255, 255))]
     for row in (*rows, *blank):
