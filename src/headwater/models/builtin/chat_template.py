@@ -94,7 +94,6 @@ TINY_TEMPLATE = _TINY_HEAD + _BODY
 """``<|user|>What is 7 + 5?<|end|><|assistant|>``"""
 
 
-
 def vision_template(image_mark: str, video_mark: str) -> str:
     """The tiny template, with what a vision model reads in place of an image or video."""
     marks = f'{{%- set image_mark, video_mark = "{image_mark}", "{video_mark}" -%}}\n'
