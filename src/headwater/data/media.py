@@ -327,7 +327,9 @@ def _existing_file(name: str, where: str, folder: Path | None, settings: MediaSe
             if path.is_file():
                 return path
     except OSError as error:  # for example a name that is too long, because it is not a path
-        raise DataError(f"{where}: {name[:80]!r} is not a path ({error.strerror}); give a path or a data URL") from error
+        raise DataError(
+            f"{where}: {name[:80]!r} is not a path ({error.strerror}); give a path or a data URL"
+        ) from error
     looked = " and ".join(str(path)[:200] for path in tried)
     raise DataError(f"{where}: no such file: {looked}; relative paths start at the data file's folder")
 
