@@ -314,7 +314,7 @@ class TrainEngine(ForwardEngine):
         """Operations per second that the device can compute; None if that is not known."""
         # The output layer is computed only for trained tokens, and a critic has one output.
         self._flops = PassFlops.of(module.model, module.layers, module.num_outputs)
-        is_partial = any(not parameter.requires_grad for parameter in module.parameters())
+        is_partial = any(not parameter.requires_grad for parameter in module.layers.parameters())
         self._num_passes = 2.0 if is_partial else 3.0
         """Of the cost of a forward pass. Frozen weights, such as those below LoRA adapters, need no gradients."""
 

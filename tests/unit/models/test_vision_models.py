@@ -39,6 +39,11 @@ def picture(width: int, height: int, seed: int = 0) -> MediaContent:
     return MediaContent.of("image", [file.getvalue()])
 
 
+def video(num_frames: int, width: int, height: int, frames_per_s: float) -> MediaContent:
+    frames = [picture(width, height, seed).frames[0] for seed in range(num_frames)]
+    return MediaContent.of("video", frames, frames_per_s)
+
+
 def question(name: str, num_images: int) -> str:
     parts = [{"type": "image"}, {"type": "text", "text": " and then "}] * num_images
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]

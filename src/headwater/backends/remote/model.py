@@ -119,7 +119,5 @@ def model_folder(context: BackendContext) -> Iterator[Path]:
     with TemporaryDirectory(prefix="headwater-model-") as folder:
         config = context.config
         model = load_model(context.model_path, dtype=config.model.dtype, device="cpu", seed=config.run.seed)
-        save_model(model, context.tokenizer, folder)
-        if (processor := load_processor(context.model_path, config.model.chat_template)) is not None:
-            processor.family.image_processor.save_pretrained(folder)
+        save_model(model, context.tokenizer, folder, processor=load_processor(context.model_path))
         yield Path(folder)
