@@ -148,8 +148,8 @@ def check_without_vision(request: ModelRequest, name: str) -> None:
     if request.media:
         first = _name(request.media[0].content)
         raise RequestError(
-            f"request {request.request_id}: contains {first}, but {name} takes only text; use a vision model, or remove "
-            "the images and videos"
+            f"request {request.request_id}: contains {first}, but {name} takes only text; use a vision model, or "
+            "remove the images and videos"
         )
 
 
