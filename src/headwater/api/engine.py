@@ -120,8 +120,8 @@ class Engine:
     ) -> Completion | list[Completion]:
         """The model's reply to a chat: a list of messages, or the text of a user. A list of chats gives a list.
 
-        ``images`` are those of one chat, or a list of them for each chat. In the text of a user they stand where it says
-        ``<image>``, or else before the text.
+        ``images`` are those of one chat, or a list of them for each chat. In the text of a user they stand where it
+        says ``<image>``, or else before the text.
         """
         if _is_one(messages):
             return self._run([_as_chat(messages, images)], [images], seed, sampling)[0]
