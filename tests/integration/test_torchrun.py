@@ -28,7 +28,7 @@ from headwater.observe.run_directory import RunDirectory
 LIMIT_S = 500.0
 A_MINUTE_S = 60.0 + 30.0
 """A killed rank ends the run within a minute; the rest is for a busy machine."""
-COARSE = ("bfloat16", "adapters in bfloat16")
+COARSE = ("bfloat16", "adapters in bfloat16", "pictures in bfloat16")
 COMPARED = ("loss", "grad_norm", "entropy", "optimizer_steps", "rollout_gap/tokens", "rollout_gap/logprob_abs_max")
 
 

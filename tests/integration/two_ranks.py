@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+import pictures
 import tiny
 import torch
 
@@ -29,6 +30,7 @@ from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import HeadwaterError
 from headwater.core.protocols import Learner, Role
+from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
@@ -54,6 +56,8 @@ class Case:
     what: tuple[str, ...] = ("logprobs",)
     is_built: bool = False
     """A model that is built rather than read from files."""
+    has_pictures: bool = False
+    """A vision model. Only some of the rows have pictures, so the ranks have different numbers of them."""
 
 
 CASES = {
@@ -76,20 +80,50 @@ CASES = {
     "bfloat16": Case(("model.dtype=bfloat16",)),
     "adapters in bfloat16": Case(("lora.rank=4", "model.dtype=bfloat16")),
 }
-FEW = ("critic and reference", "adapters")
+CASES |= {
+    "pictures": Case((SMALL_PACKS.replace("16", "30"), KL), 10, what=("logprobs", "reference_logprobs"), has_pictures=True),
+    "pictures in mini-batches": Case(
+        ("learner.num_minibatches=3", "learner.checkpoint_activations=true", "learner.weight_decay=0.1"),
+        6,
+        has_pictures=True,
+    ),
+    "frozen tower": Case(("learner.freeze=[vision]", *WITH_CRITIC), 10, what=("logprobs", "values"), has_pictures=True),
+    "adapters and pictures": Case(
+        ("lora.rank=4", "lora.targets=[q_proj, visual.blocks.0.attn.qkv]", KL),
+        10,
+        what=("logprobs", "reference_logprobs"),
+        has_pictures=True,
+    ),
+    "pictures in bfloat16": Case(("model.dtype=bfloat16",), 10, has_pictures=True),
+}
+FEW = ("critic and reference", "adapters", "pictures")
 """Of the fast tests."""
-RESUMED = ("plain", "adapters", "critic and reference")
+RESUMED = ("plain", "adapters", "critic and reference", "pictures", "frozen tower")
 
 
 def spec_of(case: Case, folder: Path) -> LearnerSpec:
-    model = "tiny:llama" if case.is_built else str(folder / "model")
+    model = "tiny:llama" if case.is_built else pictures.NAME if case.has_pictures else str(folder / "model")
     prompts = ("trainer.num_prompts_per_step=4", "eval.every_steps=0")
     config = load_config(RECIPE, [*COMMON, f"model.path={model}", *prompts, *case.settings]).config
     return LearnerSpec(config, model, model)
 
 
+def rows_with_pictures(num_rows: int) -> list[Trajectory]:
+    """A group with one picture, a group without, and a group that is shown a second picture later, and so on."""
+    shown, later = [pictures.picture(1)], [pictures.picture(2, 112)]
+    groups = [
+        *pictures.group(1, shown, 4),
+        *pictures.group(2, [], 3),
+        *pictures.group(3, later, 3, later=shown),
+    ]
+    return groups[:num_rows]
+
+
 def experience(case: Case) -> DataProto:
-    trajectories = [tiny.trajectory(100 + row, uid=f"row{row // 4}", sample=row) for row in range(case.num_rows)]
+    if case.has_pictures:
+        trajectories = rows_with_pictures(case.num_rows)
+    else:
+        trajectories = [tiny.trajectory(100 + row, uid=f"row{row // 4}", sample=row) for row in range(case.num_rows)]
     data = pad_trajectories(trajectories, pad_token_id=0)
     mask = data.batch["response_mask"]
     advantages = torch.randn(case.num_rows, 1, generator=torch.Generator().manual_seed(0)) * mask

@@ -7,14 +7,14 @@ from typing import ClassVar
 from headwater.backends import BACKENDS, BackendContext, check_lengths, engine_settings
 from headwater.core.protocols import Capabilities
 from headwater.engine.engine import FEATURES, Engine
-from headwater.models.load import load_model
+from headwater.models.load import load_model, load_processor
 
 
 @BACKENDS.register
 class EmbeddedEngine(Engine):
     """The embedded engine as a backend: a separate model on the learner's device."""
 
-    declared_capabilities: ClassVar[Capabilities] = Capabilities(rounds=True, features=FEATURES)
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(rounds=True, media=True, features=FEATURES)
 
     @classmethod
     def from_context(cls, context: BackendContext) -> EmbeddedEngine:
@@ -23,4 +23,11 @@ class EmbeddedEngine(Engine):
             context.model_path, dtype=config.model.dtype, device=config.model.device, seed=config.run.seed
         )
         check_lengths(context, model)
-        return cls(model, context.tokenizer, engine_settings(config), shares_device=True, spans=context.spans)
+        return cls(
+            model,
+            context.tokenizer,
+            engine_settings(config),
+            shares_device=True,
+            spans=context.spans,
+            processor=load_processor(context.model_path),
+        )

@@ -281,6 +281,9 @@ class LearnerConfig:
     context_parallel: Annotated[int, AtLeast(1)] = 1
     """Ranks that compute each micro-batch together, every one a slice of its tokens; a rank then needs that much less
     memory for activations. Must divide the number of ranks and the model's attention heads."""
+    freeze: tuple[Literal["vision"], ...] = ()
+    """Parts of the model that are not trained. `vision` is the tower that reads images and videos, with its projector:
+    it needs no gradients and no optimiser state. Empty trains all parts."""
     checkpoint_activations: bool = False
     """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work."""
     fused_layers: bool = True

@@ -56,7 +56,8 @@ class LoraConfig:
     alpha: Annotated[int, AtLeast(1)] = 32
     """Adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter; empty means all except the output layer."""
+    """Names of the linear layers that get an adapter; empty means all except the output layer. In a vision model, they
+    are layers of the language model, unless only the vision tower has a layer of that name."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 MediaKind = Literal["image", "video"]
 
+MEDIA_COLUMN = "media"
+"""The object column of a batch that holds the ``Media`` of each row. Their indices count the row's tokens without
+padding."""
+
 _NUM_DIGEST_BYTES = 32
 
 

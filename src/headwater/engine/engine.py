@@ -37,6 +37,8 @@ from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
+from headwater.engine.media import CACHE_BYTES, MEDIA_BYTES, MediaEncoder
+from headwater.engine.media_reader import MediaReader
 from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.pages import PagePool
@@ -46,7 +48,8 @@ from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.virtual_memory import is_supported
 from headwater.models.checksum import dtype_name, dtype_of_checksum
-from headwater.models.load import end_token_ids, load_model, load_tokenizer
+from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
+from headwater.models.vision import VisionProcessor
 from headwater.observe.spans import Spans
 from headwater.weights.file import file_update
 from headwater.weights.memory import Receiver
@@ -105,8 +108,12 @@ class Engine:
         shares_device: bool = False,
         own_stream: bool = True,
         spans: Spans | None = None,
+        processor: VisionProcessor | None = None,
     ) -> None:
-        """``own_stream`` lets the engine compute on a GPU while other threads, such as a learner's, do so too."""
+        """``own_stream`` lets the engine compute on a GPU while other threads, such as a learner's, do so too.
+
+        ``processor`` is that of a vision model. Without it, requests contain only text.
+        """
         settle_garbage()
         spec = ModelSpec.of(model)
         if config.adapter_rank:
@@ -126,6 +133,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             page_tokens=page_tokens,
             is_shared=shares_device,
+            num_media_bytes=MEDIA_BYTES if processor is not None else 0,
         )
         scheduler = Scheduler(
             max_sequences=max_sequences,
@@ -155,6 +163,9 @@ class Engine:
         """The given config, with the values that the engine chose filled in."""
         self.tokenizer = tokenizer
         self._model = model
+        self._media = MediaReader(processor, uses_grid=spec.uses_grid) if processor is not None else None
+        if self._media is not None:
+            self._runner.media = MediaEncoder(model, self._media, CACHE_BYTES, deterministic=config.deterministic)
         self._mailboxes = Mailboxes()
         self._weights = ModelWeights(model)
         if keeps_addresses:
@@ -179,7 +190,15 @@ class Engine:
         )
         self._memory = DeviceMemory(self._loop, cache, self._weights, num_weight_bytes)
         grammars = Grammars(tokenizer, spec.vocab_size, end_ids)
-        self._intake = Intake(self._loop, limits, grammars, max_queue=config.max_queue, end_token_ids=end_ids)
+        self._intake = Intake(
+            self._loop,
+            limits,
+            grammars,
+            max_queue=config.max_queue,
+            end_token_ids=end_ids,
+            media=self._media,
+            model_name=model.config.name_or_path or model.config.model_type,
+        )
 
     @classmethod
     def load(
@@ -194,7 +213,8 @@ class Engine:
     ) -> Engine:
         """Load a model from a folder, a hub id, ``tiny:<preset>`` or ``smollm2``, by default with its own tokenizer."""
         model = load_model(model_path, dtype=dtype, device=device, seed=seed)
-        return cls(model, tokenizer or load_tokenizer(model_path), config)
+        processor = load_processor(model_path)
+        return cls(model, tokenizer or load_tokenizer(model_path), config, processor=processor)
 
     # Requests
 
@@ -364,6 +384,7 @@ class Engine:
                 raise
             loop.needs_weights = False
             loop.scheduler.weights_changed(update.version)
+            loop.runner.forget_media()
         self._num_updates += 1
         self._last_pause_s = time.perf_counter() - started
 
@@ -400,6 +421,7 @@ class Engine:
             dtype=dtype_name(self._model.parameters()),
             rounds=True,
             adapters=self.config.adapter_rank > 0,
+            media=self._media is not None,
             features=FEATURES,
         )
 
@@ -447,6 +469,8 @@ class Engine:
     def close(self) -> None:
         """Abort every request and end the thread. Closing twice has no effect."""
         self._loop.close()
+        if self._media is not None:
+            self._media.close()
 
     def _call(self, action: Callable[[], object], name: str, *, keeps_order: bool = False) -> None:
         def run() -> None:

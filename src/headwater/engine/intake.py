@@ -16,6 +16,7 @@ from headwater.engine.delivery import Mailbox, failure_of
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guide
 from headwater.engine.loop import EngineLoop
+from headwater.engine.media_reader import MediaReader, Reading, check_without_vision
 from headwater.engine.sequence import EngineSequence, Following
 
 _MAX_FORBIDDEN = 1024
@@ -112,7 +113,10 @@ class Intake:
         *,
         max_queue: int,
         end_token_ids: Sequence[int],
+        media: MediaReader | None,
+        model_name: str,
     ) -> None:
+        """``media`` is ``None`` for a model that takes only text."""
         self.num_open = 0
         """Number of requests that wait or run."""
         self._loop = loop
@@ -120,11 +124,17 @@ class Intake:
         self._grammars = grammars
         self._max_queue = max_queue
         self._end_token_ids = end_token_ids
+        self._media = media
+        self._model_name = model_name
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def check(self, request: ModelRequest) -> None:
         self._limits.check(request)
+        if self._media is None:
+            check_without_vision(request, self._model_name)
+        elif request.media:
+            self._media.check(request)
         if request.sampling.grammar is not None:
             self._grammars.start(request.sampling.grammar)
 
@@ -183,7 +193,13 @@ class Intake:
             on_delta=on_delta,
             following=following,
             guide=self._guide(request) if request.sampling.uses_guide else None,
+            reading=self._read(request),
         )
+
+    def _read(self, request: ModelRequest) -> Reading | None:
+        if self._media is None or not request.media:
+            return None
+        return self._media.begin(request, self._loop.media_read)
 
     def _guide(self, request: ModelRequest) -> Guide:
         grammar = request.sampling.grammar

@@ -176,10 +176,12 @@ def num_pages_for(
     max_prefill_tokens: int,
     page_tokens: int,
     is_shared: bool,
+    num_media_bytes: int = 0,
 ) -> int:
     """Number of pages that fit into free memory, at most as many as all sequences at full length could use.
 
-    ``is_shared`` means that a learner on the same device needs part of the memory.
+    ``is_shared`` means that a learner on the same device needs part of the memory. ``num_media_bytes`` are for the
+    vision tower and its features.
     """
     page_bytes = spec.kv_bytes_per_token * page_tokens
     most = max_sequences * math.ceil(spec.max_positions / page_tokens) + 1  # RequestLimits explains the additional page
@@ -191,7 +193,7 @@ def num_pages_for(
         fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else SERVER_FRACTION)
         num_free = free_bytes(spec.device)
         num_free -= _workspace_bytes(spec, max_sequences, max_prefill_tokens) + _copy_bytes(spec, num_free)
-        num_free -= _page_copy_bytes(page_bytes, max_sequences)
+        num_free -= _page_copy_bytes(page_bytes, max_sequences) + num_media_bytes
         num_free = max(0, num_free)
         num_bytes = int(num_free * fraction)
         setting = (

@@ -77,6 +77,9 @@ class EngineLoop:
         self._rounds: deque[Round] = deque()
         self._awaiting_drain: deque[EngineOrder] = deque()
         self._inbox: deque[EngineSequence | EngineOrder] = deque()
+        self._reading: list[EngineSequence] = []
+        """Requests whose images and videos are being read by other threads."""
+        self._has_read = False
         self._abandoned: set[EngineSequence] = set()
         self._is_called = False
         """Whether a caller waits for the end of this round: the inbox has a command, or a request was abandoned."""
@@ -114,6 +117,12 @@ class EngineLoop:
                 self._is_called = True
                 self._wakeup.notify()
 
+    def media_read(self) -> None:
+        """An image or video that a request waits for has been read, or cannot be read."""
+        with self._wakeup:
+            self._has_read = True
+            self._wakeup.notify()
+
     def progress(self) -> object:
         """A value that changes while the engine works; ``None`` while it is paused, asleep or without weights."""
         if self.is_paused or self._cannot_run:
@@ -123,8 +132,8 @@ class EngineLoop:
 
     @property
     def num_unscored(self) -> int:
-        """Requests that wait for the log-probs of their prompts."""
-        return len(self._scoring.waiting)
+        """Requests that wait for the log-probs of their prompts, or for their media to be read."""
+        return len(self._scoring.waiting) + len(self._reading)
 
     def close(self) -> None:
         """Abort every request, then end the thread."""
@@ -155,6 +164,7 @@ class EngineLoop:
             self.runner.use_device()
             while self._wait_for_work():
                 self._take_inbox()
+                self._take_read()
                 if not (self._awaiting_drain and self._finish_drain()):
                     self._round()
         except Exception as error:  # noqa: BLE001  every waiting request fails with this error
@@ -182,7 +192,7 @@ class EngineLoop:
         return True
 
     def _has_work(self) -> bool:
-        if self._rounds:
+        if self._rounds or self._has_read:
             return True
         if self._awaiting_drain:
             return not self._cannot_run or not self.scheduler.num_draining
@@ -211,10 +221,12 @@ class EngineLoop:
     def _take(self, item: EngineSequence | EngineOrder) -> None:
         """Process the first item of the inbox. It is removed last, so that it fails with the others if this fails."""
         if isinstance(item, EngineSequence):
-            if item.request.sampling.prompt_logprobs:
-                self._scoring.waiting.append(item)
-            elif not item.request.given_tokens or not self._ends_as_given(item):
-                self.scheduler.add(item)
+            if item.reading is None:
+                self._enter(item)
+            else:
+                self._reading.append(item)
+                if item.reading.is_done:
+                    self._has_read = True
             self._inbox.popleft()
             return
         self._read_all()
@@ -224,6 +236,30 @@ class EngineLoop:
             self._awaiting_drain.append(item)
         else:
             item.carry_out()
+
+    def _take_read(self) -> None:
+        """Let requests enter whose media have been read. Requests whose media cannot be read fail."""
+        with self._wakeup:
+            has_read, self._has_read = self._has_read, False
+        if not has_read:
+            return
+        waiting, self._reading = self._reading, []
+        for sequence in waiting:
+            assert sequence.reading is not None
+            if not sequence.reading.is_done:
+                self._reading.append(sequence)
+            elif (error := sequence.reading.error()) is None:
+                self._enter(sequence)
+            else:
+                sequence.error = error
+                self.num_failed += 1
+                sequence.on_end(sequence)
+
+    def _enter(self, sequence: EngineSequence) -> None:
+        if sequence.request.sampling.prompt_logprobs:
+            self._scoring.waiting.append(sequence)
+        elif not sequence.request.given_tokens or not self._ends_as_given(sequence):
+            self.scheduler.add(sequence)
 
     def _ends_as_given(self, sequence: EngineSequence) -> bool:
         """End a request whose given tokens are already a complete response."""
@@ -424,6 +460,8 @@ class EngineLoop:
         self.runner.rows.kill(rows)
         ended += scheduler.take_waiting(wanted)
         ended += self._scoring.take_out(wanted) if self._scoring.waiting else []
+        ended += [each for each in self._reading if wanted(each)]
+        self._reading = [each for each in self._reading if not wanted(each)]
         self.num_aborted += len(ended)
         for sequence in ended:
             self._end(sequence, "abort")
@@ -462,7 +500,7 @@ class EngineLoop:
             if sequence is not None:
                 left.append(sequence)
         left += self.scheduler.take_waiting(lambda _: True)
-        left += self._scoring.waiting
+        left += [*self._scoring.waiting, *self._reading]
         for sequence in dict.fromkeys(left):  # a sequence that failed while it was added may occur twice
             sequence.error = error
             sequence.on_end(sequence)

@@ -181,6 +181,7 @@ class DeviceMemory:
         loop.is_asleep = True
         loop.interrupt()
         loop.scheduler.pool.forget()
+        loop.runner.forget_media()
         loop.runner.synchronize()  # what is freed here may be reused at once, on another stream
         if not all(self._keeps_address(tag) for tag in tags):
             loop.runner.forget_addresses()

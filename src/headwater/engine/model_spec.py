@@ -9,9 +9,10 @@ import torch
 
 from headwater.core.errors import ModelError
 from headwater.models.precision import WIDE_RESIDUAL, has_wide_layers
+from headwater.models.vision import SUPPORTED_VISION, is_vision, uses_grid_positions
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text")
-"""Model types whose output is tested against ``generate`` of transformers."""
+"""Model types whose output is tested against ``generate`` of transformers, besides ``SUPPORTED_VISION``."""
 
 FUSED = WIDE_RESIDUAL
 """Model types that the fused decoder runs: pre-norm layers, RMS norm, rotary embeddings in halves, gated SiLU."""
@@ -36,16 +37,20 @@ class ModelSpec:
     max_positions: int
     dtype: torch.dtype
     device: torch.device
+    uses_grid: bool = False
+    """Tokens of media have a time, a height and a width as their rotary positions."""
 
     @classmethod
     def of(cls, model: Any) -> ModelSpec:
         """The spec of a loaded model. Raises ``ModelError`` for a model that the engine does not support."""
-        config = model.config
-        name = config.name_or_path or config.model_type
-        if config.model_type not in SUPPORTED:
+        whole, config = model.config, model.config.get_text_config()
+        name = whole.name_or_path or whole.model_type
+        # The language part of a vision model takes embeddings as they are, which Gemma's layers would scale.
+        is_supported = config.model_type in FUSED if is_vision(whole) else whole.model_type in SUPPORTED
+        if not is_supported or (is_vision(whole) and whole.model_type not in SUPPORTED_VISION):
             raise ModelError(
-                f"{name}: the embedded engine does not support {config.model_type} models; it supports "
-                f"{', '.join(SUPPORTED)}; use rollout.backend=hf for this model"
+                f"{name}: the embedded engine does not support {whole.model_type} models; it supports "
+                f"{', '.join((*SUPPORTED, *SUPPORTED_VISION))}; use rollout.backend=hf for this model"
             )
         if getattr(config, "rope_parameters", None) and _rope_type(config) not in ROPE_TYPES:
             raise ModelError(
@@ -69,6 +74,7 @@ class ModelSpec:
             max_positions=config.max_position_embeddings,
             dtype=model.dtype,
             device=model.device,
+            uses_grid=is_vision(whole) and uses_grid_positions(whole),
         )
 
     @property

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.records import SamplingParams
+from headwater.engine.batch_media import BatchMedia
 from headwater.engine.pages import Pages
 from headwater.engine.sampler import SamplingNeeds
 
@@ -31,6 +32,8 @@ class NewRow:
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     rng_key: int
+    rotary_shift: int = 0
+    """What to add to the position of a token to get its rotary position, after media with a grid."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class PrefillBatch:
     new_row_tokens: Sequence[int]
     """Per new row, the index in ``input_ids`` of its prompt's last token."""
     needs: SamplingNeeds
+    media: BatchMedia | None = None
+    """``None`` unless a prompt has media."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.media import Media
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.sequence import EngineSequence
 
@@ -23,7 +24,7 @@ class PromptJob:
     """Tokens to compute once for all ``members``, which start with them."""
 
     key: bytes
-    """The tokens as bytes, 32 bits each."""
+    """``EngineSequence.all_tokens`` as bytes, 32 bits each."""
     members: list[EngineSequence]
     pages: Pages = field(default_factory=lambda: _NO_PAGES)
     keys: tuple[bytes, ...] = ()
@@ -40,6 +41,11 @@ class PromptJob:
     @property
     def num_left(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def media(self) -> Media:
+        """Those of every member: media are part of the key."""
+        return self.members[0].request.media
 
 
 class PromptQueue:

@@ -104,6 +104,8 @@ class DecodeRows:
         self.device = device
         self.last_tokens = zeros(capacity)
         self.positions = zeros(capacity)
+        self.rotary_shift = zeros(capacity)
+        """Added to the positions of models whose media have grids. Other models do not read it."""
         self.slots = zeros(capacity)
         self.context_lens = zeros(capacity, dtype=torch.int32)
         self.num_generated = zeros(capacity, dtype=torch.int32)
@@ -130,6 +132,7 @@ class DecodeRows:
         rows = self._tensor([each.row for each in new])
         columns: list[tuple[Tensor, list[float] | list[int]]] = [
             (self.positions, [each.num_tokens - 1 for each in new]),
+            (self.rotary_shift, [each.rotary_shift for each in new]),
             (self.context_lens, [each.num_tokens for each in new]),
             (self.num_generated, [each.num_generated for each in new]),
             (self.max_new, [each.sampling.max_new_tokens for each in new]),
@@ -245,6 +248,7 @@ class DecodeRows:
         return (
             self.last_tokens,
             self.positions,
+            self.rotary_shift,
             self.slots,
             self.context_lens,
             self.num_generated,

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.media import rotary_shift
+from headwater.engine.batch_media import BatchMedia
 from headwater.engine.lanes import Lanes
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.plans import DecodePlan, Moves, NeedsRoom, NewRow, PrefillBatch, PrefillPlan
@@ -44,6 +46,7 @@ class Prefill:
     def plan(self, chunks: list[PromptChunk]) -> PrefillPlan:
         table = np.zeros((len(chunks), max(len(chunk.job.pages) for chunk in chunks)), np.int32)
         input_ids, positions, slots = [], [], []
+        media = BatchMedia.of([(each.job.media, each.job.num_computed, each.num_tokens) for each in chunks])
         complete: list[tuple[PromptJob, int]] = []
         num_packed = 0
         for place, chunk in enumerate(chunks):
@@ -63,7 +66,7 @@ class Prefill:
         lanes = np.array(begun.lanes, np.int64)
         return PrefillPlan(
             PrefillBatch(
-                input_ids=np.concatenate(input_ids, dtype=np.int64),
+                input_ids=np.maximum(np.concatenate(input_ids, dtype=np.int64), 0),
                 positions=np.concatenate(positions),
                 slots=np.concatenate(slots).astype(np.int64),
                 query_lens=[chunk.num_tokens for chunk in chunks],
@@ -73,6 +76,7 @@ class Prefill:
                 new_rows=[self._new_row(lane) for lane in begun.lanes],
                 new_row_tokens=begun.last_tokens,
                 needs=self._lanes.needs_of(lanes),
+                media=media,
             ),
             tuple(begun.lanes),
             self._lanes.page_updates(lanes, np.zeros(len(lanes), np.int64)),
@@ -123,6 +127,7 @@ class Prefill:
             sampling=sequence.request.sampling,
             stop_ids=sequence.stop_ids,
             rng_key=sequence.request.rng_key,
+            rotary_shift=rotary_shift(sequence.request.media),
         )
 
 

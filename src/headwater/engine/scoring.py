@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.media import identity_tokens
 from headwater.core.records import PromptScores
+from headwater.engine.batch_media import BatchMedia
 from headwater.engine.guides import alternatives
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.plans import PrefillBatch
@@ -28,6 +30,7 @@ class _Job:
 
     sequence: EngineSequence
     tokens: NDArray[np.int32]
+    """With numbers that identify media, see ``core.media.identity_tokens``."""
     pages: Pages
     num_computed: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -77,7 +80,7 @@ class PromptScoring:
         jobs: list[_Job] = []
         num_tokens = 0
         for sequence in self.waiting:
-            tokens = np.array(sequence.request.input_tokens, np.int32)
+            tokens = identity_tokens(sequence.request.input_tokens, sequence.request.media)
             num_tokens += len(tokens)
             num_pages = -(-len(tokens) // self._page_tokens)
             if num_pages > self._pool.num_available or (jobs and num_tokens > self._max_tokens):
@@ -96,6 +99,7 @@ class PromptScoring:
     def _compute(self, runner: Runner, chunks: list[tuple[_Job, int]]) -> None:
         table = np.zeros((len(chunks), max(len(job.pages) for job, _ in chunks)), np.int32)
         tokens, positions, slots, targets = [], [], [], []
+        media = BatchMedia.of([(job.sequence.request.media, job.num_computed, count) for job, count in chunks])
         for place, (job, count) in enumerate(chunks):
             position = np.arange(job.num_computed, job.num_computed + count)
             job.num_computed += count
@@ -104,9 +108,10 @@ class PromptScoring:
             positions.append(position)
             slots.append(job.pages[position // self._page_tokens] * self._page_tokens + position % self._page_tokens)
             # Nothing follows the last token; its score is discarded.
-            targets.append(job.tokens[np.minimum(position + 1, len(job.tokens) - 1)])
+            prompt = np.array(job.sequence.request.input_tokens)
+            targets.append(prompt[np.minimum(position + 1, len(prompt) - 1)])
         batch = PrefillBatch(
-            input_ids=np.concatenate(tokens, dtype=np.int64),
+            input_ids=np.maximum(np.concatenate(tokens, dtype=np.int64), 0),
             positions=np.concatenate(positions),
             slots=np.concatenate(slots).astype(np.int64),
             query_lens=[count for _, count in chunks],
@@ -116,6 +121,7 @@ class PromptScoring:
             new_rows=(),
             new_row_tokens=(),
             needs=SamplingNeeds(),
+            media=media,
         )
         num_top = max(job.sequence.request.sampling.num_top_logprobs for job, _ in chunks)
         logprobs, top_tokens, top_logprobs = runner.score(batch, np.concatenate(targets, dtype=np.int64), num_top)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.media import identity_tokens
 from headwater.core.new_tokens import NewTokens
 from headwater.core.records import (
     NOT_SAMPLED,
@@ -20,6 +21,7 @@ from headwater.core.records import (
     StopReason,
 )
 from headwater.engine.guides import Guide
+from headwater.engine.media_reader import Reading
 from headwater.engine.plans import MAX_STOP_IDS
 
 
@@ -52,6 +54,8 @@ class EngineSequence:
     following: Following | None = None
     guide: Guide | None = None
     """For a request with a bias, a penalty, a grammar or alternatives."""
+    reading: Reading | None = None
+    """Other threads read its images and videos. It enters the queue when they are done."""
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
     tokens: list[int] = field(default_factory=list)
@@ -91,8 +95,15 @@ class EngineSequence:
         return self.request.sampling.max_new_tokens - len(self.tokens)
 
     def all_tokens(self) -> NDArray[np.int32]:
-        """The prompt and all generated tokens: what must be in the cache before the next token."""
-        return np.array([*self.request.input_tokens, *self.tokens], np.int32)
+        """The prompt and all generated tokens: what must be in the cache before the next token.
+
+        Negative numbers stand for media (``core.media.identity_tokens``). So sequences with the same numbers are the
+        same input for the model, and ``np.maximum(numbers, 0)`` are token ids whose embeddings media replace.
+        """
+        prompt, media = self.request.input_tokens, self.request.media
+        if not media:
+            return np.array([*prompt, *self.tokens], np.int32)
+        return np.concatenate([identity_tokens(prompt, media), np.array(self.tokens, np.int32)])
 
     def extend(self, tokens: list[int], logprobs: list[float], versions: list[int]) -> None:
         self.tokens += tokens

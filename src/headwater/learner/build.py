@@ -16,13 +16,21 @@ from headwater.core.protocols import Learner
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine
+from headwater.learner.freeze import freeze_parts, vision_modules
 from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.learner.ranks import Ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.models.device import check_float16, with_dtype
-from headwater.models.load import load_model, load_part, load_tokenizer, resolve_device, resolve_dtype
+from headwater.models.load import (
+    load_model,
+    load_part,
+    load_processor,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
 from headwater.models.scored import REWARD_KEY, load_critic, load_critic_part, load_reward_model, load_reward_part
 from headwater.models.sharded_load import ShardReader
 
@@ -52,8 +60,10 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
         POLICY_LOSSES, algorithm.policy_loss, algorithm.policy_loss_args, "algorithm.policy_loss_args"
     )
     corrections = configured_corrections(algorithm) if algorithm.old_logprobs == "rollout" else {}
-    # Adapters are added to the model they were trained for; a checkpoint's model/ has them merged.
-    engine = _policy_engine(config, config.model.path if config.lora.rank else spec.model_path)
+    # Adapters are added to the model they were trained for; a checkpoint's model/ has them merged. Frozen weights are
+    # those of that model, too: a checkpoint's model/ may be of a narrower number type (trainer.checkpoint_dtype).
+    is_partial = config.lora.rank or config.learner.freeze
+    engine = _policy_engine(config, config.model.path if is_partial else spec.model_path)
     return LocalLearner(
         config,
         Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens, corrections=corrections),
@@ -77,7 +87,8 @@ def _policy(config: Config, path: str, dtype: str) -> tuple[Any, ShardReader | N
 def _policy_engine(config: Config, path: str) -> TrainEngine:
     # Trained weights are float32 whatever the passes compute in: small updates would vanish in a narrower type.
     model, weights = _policy(config, path, config.model.dtype if config.lora.rank else "float32")
-    module = PolicyModule(model, config.rollout.temperature)
+    freeze_parts(model, config.learner.freeze)
+    module = PolicyModule(model, config.rollout.temperature, load_processor(path))
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.run.seed)
     return TrainEngine(
@@ -97,9 +108,11 @@ def _critic(config: Config) -> Critic:
         model, weights = load_critic_part(path, dtype="float32", seed=config.run.seed)
     else:
         model = load_critic(path, dtype="float32", device=config.model.device, seed=config.run.seed)
+    if vision_modules(model):
+        freeze_parts(model, config.learner.freeze)
     settings = critic_settings(config)
     engine = TrainEngine(
-        ValueModule(model),
+        ValueModule(model, load_processor(path)),
         settings,
         compute_dtype=resolve_dtype(config.model.dtype),
         device=resolve_device(config.model.device),
@@ -121,8 +134,10 @@ def critic_settings(config: Config) -> LearnerConfig:
 def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
     if config.lora.rank and not config.reference.path:
         return policy
-    model, weights = _policy(config, config.reference.path or path, config.model.dtype)
-    return _frozen(config, PolicyModule(model.requires_grad_(False), config.rollout.temperature), weights)
+    path = config.reference.path or path
+    model, weights = _policy(config, path, config.model.dtype)
+    module = PolicyModule(model.requires_grad_(False), config.rollout.temperature, load_processor(path))
+    return _frozen(config, module, weights)
 
 
 def _reward_model(config: Config) -> RewardModel:

@@ -64,9 +64,10 @@ class ContextGroup:
         own = replace(
             pack,
             input_ids=F.pad(pack.input_ids, (0, num_missing))[start:end],
-            position_ids=F.pad(pack.position_ids, (0, num_missing))[start:end],
+            position_ids=F.pad(pack.position_ids, (0, num_missing))[..., start:end],
             predictors=pack.predictors[chosen] - start,
             targets=pack.targets[chosen],
+            media=None if pack.media is None else pack.media.between(start, end),
         )
         return Share(own, chosen)
 

@@ -255,9 +255,18 @@ class ForwardEngine:
         def read() -> list[PackRow]:
             rows = read_rows(batch)
             check_lengths(rows, max_tokens, key)
+            self._check_media(rows)
             return rows
 
         return self.agreed(read)
+
+    def _check_media(self, rows: Sequence[PackRow]) -> None:
+        row = next((row for row in rows if row.media), None)
+        if row is not None and self.module.tower is None:
+            raise DataError(
+                f"row {row.index} of the batch has images or videos, but this {self.module.model.config.model_type} "
+                "model reads only text; use a vision model (model.path, reference.path, critic.path)"
+            )
 
     def agreed(self, read: Callable[[], list[PackRow]]) -> list[PackRow]:
         """This rank's rows. If one rank cannot compute its rows, all ranks raise, so that none waits for it."""

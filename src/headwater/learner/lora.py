@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from headwater.config.training_schema import LoraConfig
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.learner.export import ADAPTER, adapted_layers
+from headwater.learner.freeze import vision_modules
 
 
 def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
@@ -30,7 +31,7 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
     settings = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=list(config.targets) if config.targets else "all-linear",
+        target_modules=_targets(model, config.targets),
         task_type="CAUSAL_LM",
     )
     try:
@@ -53,6 +54,33 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _targets(model: Any, wanted: Sequence[str]) -> list[str] | str:
+    """What peft is told to adapt: in a vision model the layers of the language model, unless others are named.
+
+    A name that both parts have means the language model. The path of a layer of the tower means that layer.
+    """
+    towers = vision_modules(model)
+    if not towers:
+        return list(wanted) if wanted else "all-linear"
+    seen = {id(layer) for tower in towers for layer in tower.modules()}
+    skipped = {id(model.get_output_embeddings())}
+    linear = [(name, id(each)) for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    of_text = [name for name, layer in linear if layer not in seen | skipped]
+    if not wanted:
+        return of_text
+    of_vision = [name for name, layer in linear if layer in seen]
+    chosen: list[str] = []
+    for target in wanted:
+        found = [name for name in of_text if _matches(name, target)]
+        # An unknown name stays, so that peft refuses it.
+        chosen += found or [name for name in of_vision if _matches(name, target)] or [target]
+    return chosen
+
+
+def _matches(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
 
 
 def _draw_values(model: nn.Module, seed: int) -> None:

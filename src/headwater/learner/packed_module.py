@@ -6,20 +6,23 @@ the backward pass unless there was only one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwater.learner.packing import Pack
+from headwater.core.errors import DataError
+from headwater.learner.freeze import vision_modules
+from headwater.learner.packing import Pack, PackMedia
 from headwater.models.packed_attention import PackedAttention, gather_rows, packed_attention, use_packed_attention
 from headwater.models.precision import has_wide_logits, wide_linear
 
 if TYPE_CHECKING:
     from headwater.learner.context_parallel import ContextGroup
     from headwater.learner.working_copies import WorkingCopies
+    from headwater.models.vision import VisionProcessor, VisionTower
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 """The number of logits in a chunk: 128 MiB of float32 on a CPU, 2 GiB on a GPU."""
@@ -49,11 +52,19 @@ class PackedModule(nn.Module):
     copies: WorkingCopies | None = None
     """The weights in the type of the passes, if one process converts all of them at once."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, processor: VisionProcessor | None = None) -> None:
+        """``processor`` makes the inputs of the model's vision tower; None for a model that reads only text."""
         super().__init__()
         use_packed_attention(model)
         # Dropout stays off, so that the trained policy is the policy that sampled.
         self.model = model.eval()
+        self.tower: VisionTower | None = None
+        self.vision_modules: list[nn.Module] = []
+        """The parts of the model that see pixels. They are parts of ``model``, so they are not registered again."""
+        if processor is not None:
+            from headwater.models.vision import VisionTower  # only these models need it
+
+            self.tower, self.vision_modules = VisionTower(model, processor), vision_modules(model)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -80,13 +91,58 @@ class PackedModule(nn.Module):
 
     def hidden(self, pack: Pack, attention: PackedAttention) -> Tensor:
         """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
+        positions = pack.position_ids
         states = self.model.get_decoder()(
-            input_ids=pack.input_ids[None],
-            position_ids=pack.position_ids[None],
+            **({"input_ids": pack.input_ids[None]} if pack.media is None else self._inputs(pack, pack.media)),
+            position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             packed_attention=attention,
         ).last_hidden_state[0]
-        return gather_rows(states, pack.predictors)
+        result = gather_rows(states, pack.predictors)
+        unused = list(self._trained_vision()) if pack.media is None and torch.is_grad_enabled() else []
+        return result + _zero_of(unused).to(result.dtype) if unused else result
+
+    def _inputs(self, pack: Pack, media: PackMedia) -> dict[str, Any]:
+        """The embeddings of the tokens, with those of media in their places."""
+        assert self.tower is not None, "read_rows has refused media"
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_vision):
+            features = self.tower(media.contents)
+        found = [len(each.embeddings) for each in features]
+        if found != media.num_tokens:
+            raise DataError(
+                f"the vision tower made {found} embeddings of the images and videos of a pass, but {media.num_tokens} "
+                "tokens stand for them; load the model and its processor from the same folder"
+            )
+
+        def placed(parts: Sequence[Tensor]) -> Tensor:
+            return gather_rows(torch.cat(list(parts)), media.sources)
+
+        embeddings = self.model.get_input_embeddings()(pack.input_ids)
+        shown = placed([each.embeddings for each in features]).to(embeddings.dtype)
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(0, media.places, shown)[None]}
+        if features[0].deep:
+            is_media = torch.zeros(len(embeddings), dtype=torch.bool, device=embeddings.device)
+            inputs["visual_pos_masks"] = is_media.index_fill(0, media.places, True)[None]
+            layers = zip(*(each.deep for each in features), strict=True)
+            inputs["deepstack_visual_embeds"] = [placed(layer) for layer in layers]
+        return inputs
+
+    @property
+    def trains_vision(self) -> bool:
+        return next(self._trained_vision(), None) is not None
+
+    def _trained_vision(self) -> Iterator[nn.Parameter]:
+        # Looked up in every pass: adapters are added later, and copies and shards replace the parameters.
+        return (each for module in self.vision_modules for each in module.parameters() if each.requires_grad)
+
+
+def _zero_of(weights: Sequence[Tensor]) -> Tensor:
+    """Zero, with a gradient of zero for all of ``weights``.
+
+    A pass without pictures does not use a trained vision tower. Another rank may use it in the same pass, and all ranks
+    reduce the same gradients.
+    """
+    return torch.stack([each.reshape(-1)[0] for each in weights]).sum() * 0.0
 
 
 class PolicyModule(PackedModule):
@@ -97,8 +153,8 @@ class PolicyModule(PackedModule):
 
     outputs = TokenStatistics._fields
 
-    def __init__(self, model: Any, temperature: float) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, temperature: float, processor: VisionProcessor | None = None) -> None:
+        super().__init__(model, processor)
         self._temperature = temperature
         self.num_outputs = model.get_output_embeddings().weight.shape[0]
 
@@ -112,8 +168,8 @@ class ValueModule(PackedModule):
 
     outputs = ("values",)
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, processor: VisionProcessor | None = None) -> None:
+        super().__init__(model, processor)
         if not isinstance(getattr(model, "score", None), nn.Linear):
             raise TypeError(f"{type(model).__name__} has no linear layer named score; see models.load_critic")
 

@@ -1,7 +1,7 @@
 """Turns a padded batch into packs without padding or repeated prompts.
 
 A row is computed only up to the token that predicts its last trained token. The prompt of a group is computed once for
-all its samples.
+all its samples, and so are its images and videos.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from headwater.algorithms.masked import required
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError
+from headwater.core.media import MEDIA_COLUMN, Media, MediaContent, identity_tokens, rotary_positions
 from headwater.learner.partition import pack_evenly
 from headwater.models.packed_attention import Segments
 
@@ -33,10 +34,56 @@ class PackRow:
     """Trained positions of the response, ascending."""
     targets: NDArray[np.int64]
     """The tokens at those positions."""
+    media: Media = ()
+    """Images and videos. Their indices count the tokens of ``prompt`` and ``response``; those after the end are not
+    computed."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.response)
+
+    @property
+    def num_media_tokens(self) -> int:
+        return sum(int((item.places() < self.num_tokens).sum()) for item in self.media)
+
+    def prompt_key(self) -> bytes:
+        """Equal for rows whose prompts are the same input, so that they can share its computation."""
+        shown = media_before(self.media, len(self.prompt))
+        # Placeholder tokens of two pictures are equal, so the key depends on their contents. It differs from the key of
+        # any prompt without media, because it has negative numbers.
+        return (identity_tokens(self.prompt.tolist(), shown) if shown else self.prompt).tobytes()
+
+    def positions(self) -> NDArray[np.int64]:
+        """``[tokens]``, or ``[3, tokens]`` if media have a grid."""
+        if not any(any(block.grid) for item in self.media for block in item.blocks):
+            return np.arange(self.num_tokens)
+        end = max(item.end for item in self.media)  # media may be cut off by the end of the row
+        return rotary_positions(max(self.num_tokens, end), self.media)[:, : self.num_tokens]
+
+
+def media_before(media: Media, end: int) -> Media:
+    """The items that begin before the token ``end``."""
+    return tuple(item for item in media if min(block.start for block in item.blocks) < end)
+
+
+@dataclass(frozen=True)
+class PackMedia:
+    """The images and videos of a pack, each of them once, and the tokens that stand for them."""
+
+    contents: list[MediaContent]
+    num_tokens: list[int]
+    """Of each content."""
+    places: Tensor
+    """Tokens of the pack, ascending."""
+    sources: Tensor
+    """Of each of them, the index of its embedding among those of all contents, one content after the other."""
+
+    def between(self, start: int, end: int) -> PackMedia | None:
+        """The part that stands in ``start..end`` of the pack, counted from ``start``; None if nothing does."""
+        inside = (self.places >= start) & (self.places < end)
+        if not inside.any():
+            return None
+        return replace(self, places=self.places[inside] - start, sources=self.sources[inside])
 
 
 @dataclass(frozen=True)
@@ -47,6 +94,7 @@ class Pack:
     """Rows of the batch."""
     input_ids: Tensor
     position_ids: Tensor
+    """``[tokens]``, or ``[3, tokens]`` if media of the pack have a grid."""
     segments: Segments
     predictors: Tensor
     """Per trained token, the position in the pack of the token before it."""
@@ -56,14 +104,20 @@ class Pack:
     column: Tensor
     width: int
     """The number of response columns of the batch."""
+    media: PackMedia | None = None
 
     def padded(self, values: Tensor) -> Tensor:
         """``[rows, width]`` from one value per trained token; 0 elsewhere."""
         return values.new_zeros(len(self.rows), self.width).index_put((self.row, self.column), values)
 
     def to(self, device: torch.device) -> Pack:
+        media = self.media
+        if media is not None:
+            places, sources = (each.to(device, non_blocking=True) for each in (media.places, media.sources))
+            media = replace(media, places=places, sources=sources)
         return replace(
             self,
+            media=media,
             **{
                 name: getattr(self, name).to(device, non_blocking=True)
                 for name in ("input_ids", "position_ids", "predictors", "targets", "row", "column")
@@ -82,6 +136,7 @@ def read_rows(batch: DataProto) -> list[PackRow]:
     start = input_ids.shape[1] - mask.shape[1]
     tokens, trained = input_ids.cpu().numpy(), mask.cpu().numpy() != 0
     prompt_lengths = token_column(batch, "attention_mask")[:, :start].sum(dim=1).tolist()
+    media = batch.non_tensor_batch.get(MEDIA_COLUMN)
     rows = []
     for index, prompt_length in enumerate(prompt_lengths):
         columns = np.flatnonzero(trained[index])
@@ -99,6 +154,7 @@ def read_rows(batch: DataProto) -> list[PackRow]:
                 response=response[: columns[-1]],
                 columns=columns,
                 targets=response[columns],
+                media=() if media is None else media_before(media[index], prompt_length + int(columns[-1])),
             )
         )
     return rows
@@ -116,8 +172,9 @@ def check_lengths(rows: Sequence[PackRow], max_tokens: int, key: str) -> None:
     """``key`` is the setting that ``max_tokens`` comes from."""
     for row in rows:
         if row.num_tokens > max_tokens:
+            shown = f" ({row.num_media_tokens} of them of images or videos)" if row.media else ""
             raise DataError(
-                f"row {row.index} of the batch has {row.num_tokens} tokens, over {key} = {max_tokens}; "
+                f"row {row.index} of the batch has {row.num_tokens} tokens{shown}, over {key} = {max_tokens}; "
                 f"raise that, or lower data.max_prompt_tokens or rollout.max_new_tokens"
             )
 
@@ -137,7 +194,7 @@ def pack_rows(
 def _bundles(rows: Sequence[PackRow], max_tokens: int, share_prompts: bool) -> Iterator[_Bundle]:
     groups: dict[bytes | int, list[PackRow]] = {}
     for row in rows:
-        groups.setdefault(row.prompt.tobytes() if share_prompts else row.index, []).append(row)
+        groups.setdefault(row.prompt_key() if share_prompts else row.index, []).append(row)
     for members in groups.values():
         bundle: list[PackRow] = []
         num_tokens = len(members[0].prompt)
@@ -154,12 +211,14 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
     tokens, positions, segments = [], [], []
     predictors, row_of = [], []
     rows: list[PackRow] = []
+    media = _MediaCollector()
     num_tokens = 0
     for bundle in bundles:
         prompt, prompt_start = bundle.rows[0].prompt, num_tokens
         is_shared = len(bundle.rows) > 1
         tokens.append(prompt)
-        positions.append(np.arange(len(prompt)))
+        positions.append(bundle.rows[0].positions()[..., : len(prompt)])
+        media.add(bundle.rows[0].media, 0, len(prompt), prompt_start)
         num_tokens += len(prompt)
         if is_shared:
             segments.append((prompt_start, len(prompt), prompt_start, 0))
@@ -170,7 +229,8 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
             row_of.append(np.full(len(row.columns), len(rows)))
             rows.append(row)
             tokens.append(row.response)
-            positions.append(len(prompt) + np.arange(len(row.response)))
+            positions.append(row.positions()[..., len(prompt) :])
+            media.add(row.media, len(prompt), row.num_tokens, num_tokens - len(prompt))
             if not is_shared:
                 segments.append((prompt_start, len(prompt) + len(row.response), prompt_start, 0))
             elif len(row.response):
@@ -179,14 +239,59 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
     return Pack(
         rows=[row.index for row in rows],
         input_ids=torch.from_numpy(np.concatenate(tokens)),
-        position_ids=torch.from_numpy(np.concatenate(positions)),
+        position_ids=torch.from_numpy(_joined(positions)),
         segments=Segments(*np.array(segments, np.int64).T),
         predictors=torch.from_numpy(np.concatenate(predictors)),
         targets=torch.from_numpy(np.concatenate([row.targets for row in rows])),
         row=torch.from_numpy(np.concatenate(row_of)),
         column=torch.from_numpy(np.concatenate([row.columns for row in rows])),
         width=width,
+        media=media.result(),
     )
+
+
+class _MediaCollector:
+    """Finds the tokens of a pack that stand for media."""
+
+    def __init__(self) -> None:
+        self._contents: dict[str, MediaContent] = {}
+        self._first: dict[str, int] = {}
+        """By digest, the index of the first embedding of a content."""
+        self._num_tokens: list[int] = []
+        self._places: list[NDArray[np.int64]] = []
+        self._sources: list[NDArray[np.int64]] = []
+
+    def add(self, media: Media, start: int, end: int, shift: int) -> None:
+        """Add what stands in ``start..end`` of a row, whose token 0 would be token ``shift`` of the pack."""
+        for item in media:
+            places = item.places()
+            inside = np.flatnonzero((places >= start) & (places < end))
+            if not len(inside):
+                continue
+            digest = item.content.digest
+            if digest not in self._contents:
+                self._contents[digest], self._first[digest] = item.content, sum(self._num_tokens)
+                self._num_tokens.append(item.num_tokens)
+            self._places.append(places[inside] + shift)
+            self._sources.append(self._first[digest] + inside)
+
+    def result(self) -> PackMedia | None:
+        if not self._places:
+            return None
+        places, sources = np.concatenate(self._places), np.concatenate(self._sources)
+        order = np.argsort(places)
+        return PackMedia(
+            list(self._contents.values()),
+            self._num_tokens,
+            torch.from_numpy(places[order]),
+            torch.from_numpy(sources[order]),
+        )
+
+
+def _joined(positions: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    if all(each.ndim == 1 for each in positions):
+        return np.concatenate(positions)
+    return np.concatenate([np.broadcast_to(each, (3, each.shape[-1])) for each in positions], axis=1)
 
 
 def idle_pack(width: int) -> Pack:

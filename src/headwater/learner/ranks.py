@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -154,6 +155,8 @@ def shard(
             layers[index].compile()
         if config.checkpoint_activations and trains:
             layers[index] = checkpoint_wrapper(layers[index])
+    if config.checkpoint_activations and trains and module.trains_vision:
+        _checkpoint_tower(module)
     if ranks.count == 1 and all(parameter.dtype == compute_dtype for parameter in module.parameters()):
         return
     is_alone = ranks.count == 1 and config.convert_at_once and weights is None
@@ -177,6 +180,18 @@ def shard(
     fully_shard(module, mesh=mesh, mp_policy=precision)
     if weights is not None:
         _materialize(module, device, weights)
+
+
+def _checkpoint_tower(module: PackedModule) -> None:
+    """Recompute the blocks of a trained vision tower in the backward pass, one by one.
+
+    They are not sharded one by one: a rank whose pass has no picture does not run them, and would not take part in
+    gathering them. With the embedding they belong to the whole module, which every rank gathers once per pass.
+    """
+    for part in module.vision_modules:
+        for blocks in [each for each in part.modules() if isinstance(each, nn.ModuleList)]:
+            for index in range(len(blocks)):
+                blocks[index] = checkpoint_wrapper(blocks[index])
 
 
 def has_room_for_copies(

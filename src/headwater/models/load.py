@@ -42,6 +42,7 @@ from headwater.models.sharded_load import ShardReader, load_skeleton, matches
 from headwater.models.source import ModelSource, locate, resolve_model
 from headwater.models.vision.architecture import check_supported, is_vision
 from headwater.models.vision.families import vision_family
+from headwater.models.vision.files import read_processor_files, video_settings
 from headwater.models.vision.processor import VisionProcessor
 
 __all__ = [
@@ -181,28 +182,26 @@ def load_processor(path: str, chat_template: str = "", *, key: str = "model.path
     source = resolve_model(path, key)
     if source.kind == "smollm2":
         return None
+    location = locate(source) if source.kind != "tiny" else path
+    config = build_config(find_preset(path, key)) if source.kind == "tiny" else read_config(location, key)
+    if not is_vision(config):
+        return None
+    check_supported(config, _config_name(location, key))
     if source.kind == "tiny":
-        preset = find_preset(path, key)
-        config = build_config(preset)
-        if not is_vision(config):
-            return None
-        image_processor = tiny_vision.build_image_processor(preset.architecture)
+        made = tiny_vision.build_image_processor(config.model_type)
+        image_processor, files = made.image_processor, made.files
     else:
-        location = locate(source)
-        config = read_config(location, key)
-        if not is_vision(config):
-            return None
-        check_supported(config, _config_name(location, key))
-        image_processor = _read_image_processor(location, key)
+        image_processor, files = _read_image_processor(location, key)
     tokenizer = load_tokenizer(path, key=key, chat_template=chat_template)
-    return VisionProcessor(tokenizer, vision_family(config, image_processor))
+    return VisionProcessor(tokenizer, vision_family(config, image_processor, video_settings(files)), files)
 
 
-def _read_image_processor(location: Path | str, key: str) -> Any:
+def _read_image_processor(location: Path | str, key: str) -> tuple[Any, dict[str, str]]:
     try:
         with quiet():
             # Always with Pillow, so that pictures do not depend on whether torchvision is installed.
-            return AutoImageProcessor.from_pretrained(location, backend="pil")
+            made = AutoImageProcessor.from_pretrained(location, backend="pil")
+        return made, read_processor_files(location)
     except Exception as error:  # its settings can be wrong in arbitrary ways
         raise _cannot_read(location, "image processor", error, key) from error
 

@@ -198,7 +198,9 @@ def use_packed_attention(model: Any) -> None:
     _check_layers(model)
     _check_logits(model)
     AttentionInterface.register(NAME, _attend)
-    model.set_attn_implementation(NAME)
+    # A vision tower keeps its attention, which is not causal.
+    has_tower = getattr(model.config, "vision_config", None) is not None
+    (model.get_decoder() if has_tower else model).set_attn_implementation(NAME)
 
 
 def _check_layers(model: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 WIDE: set[str] = {"logits", "rotary", "residual"}
 """Remove a name before an engine and a learner are built to measure what it gives (``benchmarks/mismatch.py``)."""
-WIDE_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3")
+WIDE_RESIDUAL = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "qwen3_vl_text")
 """Model types whose layers both sides run with a wide residual stream and wide rotary embeddings."""
 NARROW_TYPES = (torch.bfloat16, torch.float16)
 

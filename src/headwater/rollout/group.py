@@ -17,6 +17,7 @@ import torch
 
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import RolloutFailed
+from headwater.core.media import MEDIA_COLUMN, Media, MediaContent
 from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
 from headwater.core.tool_calls import ToolFailure
 
@@ -349,6 +350,9 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
     last trained token; on the last token if none is trained; in the first column if there is no response, because the
     group still needs it for comparison. A reward of a turn is on the last token of that turn, also if the turn became
     too old to train on: its reward must not be credited to later turns.
+
+    If a trajectory has images or videos, the object column ``media`` has those of every row. Their indices count the
+    tokens of the row without padding.
     """
     prompt_width = max((each.prompt_length for each in trajectories), default=0)
     response_width = max((1, *(len(each.tokens) - each.prompt_length for each in trajectories)))
@@ -382,8 +386,25 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
             "versions": torch.from_numpy(versions),
             "rewards": torch.from_numpy(rewards),
         },
-        non_tensors={"uid": [each.uid for each in trajectories], "sample": [each.sample for each in trajectories]},
+        non_tensors={
+            "uid": [each.uid for each in trajectories],
+            "sample": [each.sample for each in trajectories],
+            **({MEDIA_COLUMN: _shared_media(trajectories)} if any(each.media for each in trajectories) else {}),
+        },
     )
+
+
+def _shared_media(trajectories: Sequence[Trajectory]) -> list[Media]:
+    """The media of each row. Equal contents are one object, so that a batch that is sent contains their bytes once."""
+    contents: dict[str, MediaContent] = {}
+
+    def shared(media: Media) -> Media:
+        known = [contents.setdefault(item.content.digest, item.content) for item in media]
+        if all(content is item.content for content, item in zip(known, media, strict=True)):
+            return media
+        return tuple(replace(item, content=content) for content, item in zip(known, media, strict=True))
+
+    return [shared(each.media) for each in trajectories]
 
 
 def score_column(trajectory: Trajectory) -> int:

@@ -17,7 +17,7 @@ from headwater.core.media import Media, MediaContent, rotary_positions, rotary_s
 from headwater.models.load import load_model, load_processor, load_tokenizer
 from headwater.models.vision import VisionProcessor, VisionTower, uses_grid_positions, vision_parameter_names
 
-NAMES = ["qwen2_5_vl"]
+NAMES = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"]
 
 
 @cache
@@ -47,10 +47,12 @@ def question(name: str, num_images: int) -> str:
 
 def reference_inputs(name: str, tokens: tuple[int, ...], contents: list[MediaContent]) -> dict[str, Any]:
     """What a processor of transformers gives to the model, made by its image processor in one call."""
-    processor, config = processor_of(name), model_of(name).config
-    inputs = dict(processor.family.image_processor([each.images()[0] for each in contents], return_tensors="pt"))
+    config, images = model_of(name).config, [each.images()[0] for each in contents]
+    makes_grid = uses_grid_positions(config)
+    inputs = dict(processor_of(name).family.image_processor(images if makes_grid else [images], return_tensors="pt"))
     ids = torch.tensor([tokens])
-    return {"input_ids": ids, "mm_token_type_ids": (ids == config.image_token_id).int(), **inputs}
+    types = {"mm_token_type_ids": (ids == config.image_token_id).int()} if makes_grid else {}
+    return {"input_ids": ids, **types, **inputs}
 
 
 def assembled_logits(name: str, tokens: tuple[int, ...], media: Media) -> torch.Tensor:
@@ -58,11 +60,16 @@ def assembled_logits(name: str, tokens: tuple[int, ...], media: Media) -> torch.
     model = model_of(name)
     embeddings = model.get_input_embeddings()(torch.tensor(tokens))
     features = VisionTower(model, processor_of(name))([item.content for item in media])
-    for item, made in zip(media, features, strict=True):
-        embeddings = embeddings.index_put((torch.from_numpy(item.places()),), made.embeddings)
-    positions = torch.from_numpy(rotary_positions(len(tokens), media))[:, None]
-    hidden = model.get_decoder()(inputs_embeds=embeddings[None], position_ids=positions).last_hidden_state
-    return model.lm_head(hidden)
+    places = torch.from_numpy(np.concatenate([item.places() for item in media]))
+    embeddings = embeddings.index_put((places,), torch.cat([each.embeddings for each in features]))
+    options: dict[str, Any] = {}
+    if uses_grid_positions(model.config):
+        options["position_ids"] = torch.from_numpy(rotary_positions(len(tokens), media))[:, None]
+    if features[0].deep:
+        is_visual = torch.zeros(1, len(tokens), dtype=torch.bool).index_fill(1, places, True)
+        deep = [torch.cat(layer) for layer in zip(*(each.deep for each in features), strict=True)]
+        options.update(visual_pos_masks=is_visual, deepstack_visual_embeds=deep)
+    return model.lm_head(model.get_decoder()(inputs_embeds=embeddings[None], **options).last_hidden_state)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -70,9 +77,14 @@ def assembled_logits(name: str, tokens: tuple[int, ...], media: Media) -> torch.
 def test_a_forward_pass_from_parts_equals_the_whole(name: str) -> None:
     contents = [picture(56, 56), picture(84, 30, seed=1)]
     tokens, media = processor_of(name).encode(question(name, 2), contents)
-    assert [item.num_tokens for item in media] == [4, 3]
+    assert [item.num_tokens for item in media] == ([4, 3] if name.startswith("qwen") else [20, 12])
     expected = model_of(name)(**reference_inputs(name, tokens, contents)).logits
     torch.testing.assert_close(assembled_logits(name, tokens, media), expected, atol=1e-5, rtol=1e-5)
+    whole = model_of(name)(**processor_of(name).model_inputs(tokens, media)).logits
+    torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
+    # Another picture with the same tokens gives other logits.
+    _, others = processor_of(name).encode(question(name, 2), [contents[0], picture(84, 30, seed=2)])
+    assert not torch.allclose(assembled_logits(name, tokens, others), expected, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if uses_grid_positions(model_of(name).config)])
@@ -103,9 +115,9 @@ def test_a_vision_model_reads_text_without_pictures(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_number_of_pictures(name: str) -> None:
-    with pytest.raises(ValueError, match="2 placeholders .* for 1 images; it must have one for each image"):
+    with pytest.raises(ValueError, match=r"2 placeholders .* for 1 images; it must have one for each image"):
         processor_of(name).encode(question(name, 2), [picture(56, 56)])
-    with pytest.raises(ValueError, match="0 placeholders .* for 1 images"):
+    with pytest.raises(ValueError, match=r"0 placeholders .* for 1 images"):
         processor_of(name).encode("What?", [picture(56, 56)])
 
 
@@ -116,7 +128,8 @@ def test_gradients_reach_every_parameter_of_the_tower(name: str) -> None:
     same = picture(56, 56)
     first, second, third = VisionTower(model, processor_of(name))([same, picture(84, 56), same])
     assert first.embeddings is third.embeddings
-    (first.embeddings.square().sum() + second.embeddings.square().sum()).backward()
+    tensors = [each for made in (first, second) for each in (made.embeddings, *made.deep)]
+    sum(each.square().sum() for each in tensors).backward()
     assert {name for name, each in model.named_parameters() if each.grad is not None} == names
 
 

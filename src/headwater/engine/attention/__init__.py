@@ -21,9 +21,12 @@ class PagedAttention(Protocol):
 
 
 def use_paged_attention(model: Any) -> None:
-    """Make ``model`` use the ``PagedAttention`` that its forward call receives as ``paged_attention``."""
+    """Make ``model`` use the ``PagedAttention`` that its forward call receives as ``paged_attention``.
+
+    The vision tower of a model keeps its own attention.
+    """
     AttentionInterface.register(NAME, _attend)
-    model.set_attn_implementation(NAME)
+    model.get_decoder().set_attn_implementation(NAME)
 
 
 def _attend(

@@ -29,6 +29,7 @@ from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_no
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.media import MediaInputs
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
 from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows
@@ -120,7 +121,7 @@ class CudaRunner(Runner):
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """``stream`` is the engine's own stream. Without one, it shares the default stream with the whole process."""
-        if deterministic and not can_fuse(model.config):
+        if deterministic and not can_fuse(model.config.get_text_config()):
             raise ModelError(
                 f"engine.deterministic = true: on a GPU this mode supports {', '.join(FUSED)} models, not "
                 f"{spec.model_type}; use engine.deterministic=false, or model.device=cpu"
@@ -273,16 +274,19 @@ class CudaRunner(Runner):
             page_tokens=self.cache.page_tokens,
         )
 
-    def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def _prefill_hidden(
+        self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor, media: MediaInputs | None
+    ) -> Tensor:
         page_table = self._uploaded(batch.page_table)
         attention = CudaPrefill.of_chunks(self.cache, page_table, batch.query_lens, batch.context_lens)
-        return self._hidden(input_ids, positions, slots, attention)
+        return self._hidden(input_ids, positions, slots, attention, media)
 
     def _decode_hidden(self, num_rows: int) -> Tensor:
         rows = self.rows
         make = CudaPrefill.of_rows if self._deterministic else CudaDecode
         attention = make(self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows])
-        return self._hidden(rows.last_tokens[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows], attention)
+        positions = self._decode_positions(num_rows)
+        return self._hidden(rows.last_tokens[:num_rows], positions, rows.slots[:num_rows], attention)
 
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
         positions = positions.to(torch.int64)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from headwater.engine.adapters import AdapterParts
 from headwater.engine.attention import PagedAttention
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.media import MediaInputs
 from headwater.engine.model_spec import ModelSpec
 from headwater.models.precision import is_wide, wide_linear
 
@@ -101,21 +102,30 @@ class FusedDecoder:
     """Runs a Llama-like transformers decoder (see ``model_spec.FUSED``)."""
 
     def __init__(self, model: Any, spec: ModelSpec, ops: DecoderOps) -> None:
-        decoder = model.get_decoder()
+        decoder, config = model.get_decoder(), model.config.get_text_config()
         self._ops = ops
         self._embedding = decoder.embed_tokens.weight
-        self._has_wide_residual = is_wide("residual", model.config, spec.dtype)
-        self._layers = [_fuse(layer, model.config) for layer in decoder.layers]
+        self._has_wide_residual = is_wide("residual", config, spec.dtype)
+        self._layers = [_fuse(layer, config) for layer in decoder.layers]
         self._final_norm = decoder.norm.weight
+        self._rotary_embedding = decoder.rotary_emb
         self._cos, self._sin = _rotary_tables(decoder, spec)
 
     def __call__(
-        self, input_ids: Tensor, positions: Tensor, slots: Tensor, attention: PagedAttention, cache: KVCache
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: PagedAttention,
+        cache: KVCache,
+        media: MediaInputs | None = None,
     ) -> Tensor:
-        ops, rotary = self._ops, Rotary(self._cos, self._sin, positions)
+        ops, rotary = self._ops, self._rotary(positions, media)
         residual = nn.functional.embedding(input_ids, self._embedding)
         if self._has_wide_residual:
             residual = residual.float()
+        if media is not None:
+            residual[media.places] = media.embeddings.to(residual.dtype)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
@@ -128,8 +138,18 @@ class FusedDecoder:
             gated = ops.silu_and_mul(self._linear(hidden, layer.gate_up))
             if layer.down.adapters is not None:
                 layer.down.adapters.add_to(residual, gated)
+            if media is not None and index < len(media.deep):
+                residual[media.places] += media.deep[index].to(residual.dtype)
             hidden = ops.linear_add_rms_norm(gated, layer.down, residual, next_norm, layer.eps)
         return hidden
+
+    def _rotary(self, positions: Tensor, media: MediaInputs | None) -> Rotary:
+        if media is None or media.rotary is None:
+            return Rotary(self._cos, self._sin, positions)
+        # Tables of this pass alone, with one row per token.
+        first = torch.zeros(1, device=positions.device)
+        cos, sin = self._rotary_embedding(first, media.rotary[:, None])
+        return Rotary(cos[0].contiguous(), sin[0].contiguous(), torch.arange(len(positions), device=positions.device))
 
     def merged_weights(self) -> Iterator[Tensor]:
         """The tensors that several parameters of the model are views of."""
@@ -188,6 +208,8 @@ def _stack(parameters: Sequence[Tensor]) -> Tensor:
 @torch.no_grad()
 def _rotary_tables(decoder: Any, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     positions = torch.arange(spec.max_positions, device=spec.device)[None]
+    if spec.uses_grid:
+        positions = positions.expand(3, 1, -1)
     # The first argument only determines the dtype and device of the result.
     cos, sin = decoder.rotary_emb(torch.zeros(1, device=spec.device), positions)
     return cos[0].contiguous(), sin[0].contiguous()

@@ -19,6 +19,7 @@ from torch import Tensor
 from headwater.core.errors import ModelError
 from headwater.engine.attention.cpu import BlockwiseAttention
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.media import MediaInputs
 from headwater.engine.plans import PrefillBatch
 from headwater.engine.runners.plain import Runner
 from headwater.engine.sampler import SamplingBatch, put_rows, sample_cut, sample_uncut
@@ -76,26 +77,42 @@ def _in_blocks(
 class FixedRowsRunner(Runner):
     """``Runner`` in blocks of a fixed number of tokens."""
 
-    def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def _prefill_hidden(
+        self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor, media: MediaInputs | None
+    ) -> Tensor:
         chunk_of_token = torch.repeat_interleave(torch.tensor(batch.query_lens))
         page_table = torch.from_numpy(batch.page_table)
-        return self._in_blocks(input_ids, positions, slots, page_table[chunk_of_token])
+        return self._in_blocks(input_ids, positions, slots, page_table[chunk_of_token], positions, media)
 
     def _decode_hidden(self, num_rows: int) -> Tensor:
         rows = self.rows
         return self._in_blocks(
-            rows.last_tokens[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows], rows.page_table[:num_rows]
+            rows.last_tokens[:num_rows],
+            rows.positions[:num_rows],
+            rows.slots[:num_rows],
+            rows.page_table[:num_rows],
+            self._decode_positions(num_rows),
         )
 
-    def _in_blocks(self, input_ids: Tensor, positions: Tensor, slots: Tensor, page_table: Tensor) -> Tensor:
+    def _in_blocks(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        page_table: Tensor,
+        rotary: Tensor,
+        media: MediaInputs | None = None,
+    ) -> Tensor:
         # In order: the tokens of a prompt need the keys of earlier blocks in the cache.
         hidden = []
         for start in range(0, len(input_ids), NUM_ROWS):
             block = slice(start, start + NUM_ROWS)
             # Padding reads from and writes to the scratch page.
-            ids, places, targets = (padded(each[block]) for each in (input_ids, positions, slots))
+            ids, places, targets, angles = (padded(each[block]) for each in (input_ids, positions, slots, rotary))
             attention = BlockwiseAttention(self.cache, padded(page_table[block]), places)
-            hidden.append(self._hidden(ids, places, targets, attention)[: len(input_ids[block])])
+            own_media = None if media is None else media.of_block(start, min(block.stop, len(input_ids)), NUM_ROWS)
+            computed = self._hidden(ids, angles, targets, attention, own_media)
+            hidden.append(computed[: len(input_ids[block])])
         return torch.cat(hidden)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from headwater.engine.attention import PagedAttention, use_paged_attention
 from headwater.engine.attention.cpu import CpuDecode, CpuPrefill
 from headwater.engine.guides import Guidance
 from headwater.engine.kv_cache import KVCache
+from headwater.engine.media import MediaEncoder, MediaInputs
 from headwater.engine.model_spec import ModelSpec, can_fuse
 from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows, upload
@@ -59,13 +60,16 @@ class Runner:
         use_paged_attention(model)
         self._decoder = model.get_decoder()
         # Fewer, larger operations if the architecture allows it; otherwise the layers of transformers.
-        self._fused = FusedDecoder(model, spec, ops) if fused and can_fuse(model.config) else None
+        is_fused = fused and can_fuse(model.config.get_text_config())
+        self._fused = FusedDecoder(model, spec, ops) if is_fused else None
         self._ops = ops
         self._head = model.get_output_embeddings()
         self._has_wide_logits = has_wide_logits(spec.dtype)
         self.spec = spec
         self.cache = cache
         self.rows = rows
+        self.media: MediaEncoder | None = None
+        """For a model with a vision tower."""
 
     def use_device(self) -> None:
         """Called once by the engine's thread: the current device and stream are properties of the thread."""
@@ -89,6 +93,11 @@ class Runner:
         """Tensors other than the model's parameters that share memory with them."""
         return list(self._fused.merged_weights()) if self._fused is not None else []
 
+    def forget_media(self) -> None:
+        """Called when the weights have changed."""
+        if self.media is not None:
+            self.media.forget()
+
     def forget_addresses(self) -> None:
         """Called before weights or cache move: discard everything that depends on their addresses."""
 
@@ -96,7 +105,7 @@ class Runner:
     def prefill(self, batch: PrefillBatch, guidance: Guidance | None = None) -> Output | None:
         """Compute the chunks. Rows of complete prompts start and sample their first token."""
         input_ids, positions, slots = map(self._uploaded, (batch.input_ids, batch.positions, batch.slots))
-        hidden = self._prefill_hidden(batch, input_ids, positions, slots)
+        hidden = self._prefill_hidden(batch, input_ids, positions, slots, self._media_inputs(batch))
         if not batch.new_rows:
             return None
         sources, targets = batch.copied_pages
@@ -118,7 +127,7 @@ class Runner:
         They are those of the model's own distribution, at temperature 1. Nothing is sampled.
         """
         input_ids, positions, slots = map(self._uploaded, (batch.input_ids, batch.positions, batch.slots))
-        hidden = self._prefill_hidden(batch, input_ids, positions, slots)
+        hidden = self._prefill_hidden(batch, input_ids, positions, slots, self._media_inputs(batch))
         num_rows = max(1, _SCORED_VALUES // self.spec.vocab_size)
         scored = []
         blocks = torch.split(hidden, num_rows), torch.split(self._uploaded(targets), num_rows)
@@ -168,22 +177,43 @@ class Runner:
     def _decode_logits(self, num_rows: int) -> Tensor:
         return self._logits(self._decode_hidden(num_rows))
 
-    def _prefill_hidden(self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def _media_inputs(self, batch: PrefillBatch) -> MediaInputs | None:
+        if batch.media is None:
+            return None
+        assert self.media is not None, "a request with media is only accepted by a model with a vision tower"
+        return self.media.inputs(batch.media)
+
+    def _prefill_hidden(
+        self, batch: PrefillBatch, input_ids: Tensor, positions: Tensor, slots: Tensor, media: MediaInputs | None
+    ) -> Tensor:
         attention = CpuPrefill(self.cache, torch.from_numpy(batch.page_table), batch.query_lens, batch.context_lens)
-        return self._hidden(input_ids, positions, slots, attention)
+        return self._hidden(input_ids, positions, slots, attention, media)
 
     def _decode_hidden(self, num_rows: int) -> Tensor:
         rows = self.rows
         attention = CpuDecode(self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows])
-        return self._hidden(rows.last_tokens[:num_rows], rows.positions[:num_rows], rows.slots[:num_rows], attention)
+        positions = self._decode_positions(num_rows)
+        return self._hidden(rows.last_tokens[:num_rows], positions, rows.slots[:num_rows], attention)
 
-    def _hidden(self, input_ids: Tensor, positions: Tensor, slots: Tensor, attention: PagedAttention) -> Tensor:
-        """Last hidden states ``[tokens, hidden]`` of tokens with given positions and cache slots."""
+    def _decode_positions(self, num_rows: int) -> Tensor:
+        """The rotary positions of the rows' last tokens."""
+        positions = self.rows.positions[:num_rows]
+        return positions + self.rows.rotary_shift[:num_rows] if self.spec.uses_grid else positions
+
+    def _hidden(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        attention: PagedAttention,
+        media: MediaInputs | None = None,
+    ) -> Tensor:
+        """Last hidden states ``[tokens, hidden]`` of tokens with given rotary positions and cache slots."""
         if self._fused is not None:
-            return self._fused(input_ids, positions, slots, attention, self.cache)
+            return self._fused(input_ids, positions, slots, attention, self.cache, media)
         output = self._decoder(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
+            **({"input_ids": input_ids[None]} if media is None else _embedded(self._decoder, input_ids, media)),
+            position_ids=positions[None] if media is None or media.rotary is None else media.rotary[:, None],
             use_cache=False,
             paged_attention=attention,
             kv_cache=self.cache,
@@ -232,3 +262,18 @@ class Runner:
 
     def _uploaded(self, values: NDArray[Any]) -> Tensor:
         return upload(torch.from_numpy(values), self.spec.device)
+
+
+def _embedded(decoder: Any, input_ids: Tensor, media: MediaInputs) -> dict[str, Any]:
+    """Arguments for a decoder of transformers: embeddings in which media have replaced their tokens."""
+    embeddings = decoder.embed_tokens(input_ids)
+    embeddings[media.places] = media.embeddings.to(embeddings.dtype)
+    if not media.deep:
+        return {"inputs_embeds": embeddings[None]}
+    stands_for_media = torch.zeros_like(input_ids, dtype=torch.bool)
+    stands_for_media[media.places] = True
+    return {
+        "inputs_embeds": embeddings[None],
+        "visual_pos_masks": stands_for_media[None],
+        "deepstack_visual_embeds": list(media.deep),
+    }

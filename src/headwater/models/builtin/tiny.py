@@ -54,7 +54,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "llama": Preset("llama"),
         "qwen3-small": _small("qwen3"),
         "llama-small": _small("llama"),
-        "qwen2_5_vl": Preset("qwen2_5_vl"),
+        **{name: Preset(name) for name in tiny_vision.VISION_PRESETS},
     }
 )
 
@@ -74,7 +74,9 @@ def build_model(path: str, *, seed: int) -> Any:
 
     preset = find_preset(path)
     config = build_config(preset)
-    auto_class = AutoModelForImageTextToText if preset.architecture in tiny_vision.BUILDERS else AutoModelForCausalLM
+    auto_class = (
+        AutoModelForImageTextToText if preset.architecture in tiny_vision.VISION_PRESETS else AutoModelForCausalLM
+    )
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # torch.manual_seed would also reset the CUDA generators, which fork_rng(devices=[]) does not restore.
         torch.default_generator.manual_seed(seed)
@@ -89,7 +91,7 @@ def build_model(path: str, *, seed: int) -> Any:
 def build_config(preset: Preset) -> Any:
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-    if preset.architecture in tiny_vision.BUILDERS:
+    if preset.architecture in tiny_vision.VISION_PRESETS:
         extra = tiny_vision.extra_tokens(preset.architecture)
         return tiny_vision.build_config(preset.architecture, _text_settings(preset, len(extra)), VOCABULARY_SIZE)
     config_class = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}[preset.architecture]
@@ -97,22 +99,22 @@ def build_config(preset: Preset) -> Any:
 
 
 def _text_settings(preset: Preset, num_extra_tokens: int = 0) -> dict[str, Any]:
-    return dict(
-        vocab_size=VOCABULARY_SIZE + num_extra_tokens,
-        hidden_size=preset.hidden_size,
-        intermediate_size=preset.intermediate_size,
-        num_hidden_layers=preset.num_layers,
-        num_attention_heads=preset.num_heads,
-        num_key_value_heads=preset.num_kv_heads,
-        head_dim=preset.head_dim,
-        max_position_embeddings=preset.max_positions,
-        tie_word_embeddings=True,
+    return {
+        "vocab_size": VOCABULARY_SIZE + num_extra_tokens,
+        "hidden_size": preset.hidden_size,
+        "intermediate_size": preset.intermediate_size,
+        "num_hidden_layers": preset.num_layers,
+        "num_attention_heads": preset.num_heads,
+        "num_key_value_heads": preset.num_kv_heads,
+        "head_dim": preset.head_dim,
+        "max_position_embeddings": preset.max_positions,
+        "tie_word_embeddings": True,
         # The usual 0.02 suits widths in the thousands. At width 128 it needs over twice the steps to learn addition.
-        initializer_range=preset.hidden_size**-0.5,
-        bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(END_TOKEN),
-        pad_token_id=SPECIAL_TOKENS.index(PAD_TOKEN),
-    )
+        "initializer_range": preset.hidden_size**-0.5,
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index(END_TOKEN),
+        "pad_token_id": SPECIAL_TOKENS.index(PAD_TOKEN),
+    }
 
 
 def build_tokenizer(path: str = "") -> Any:
@@ -126,7 +128,7 @@ def build_tokenizer(path: str = "") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     architecture = find_preset(path).architecture if path else ""
-    template = tiny_vision.template(architecture) if architecture in tiny_vision.BUILDERS else TINY_TEMPLATE
+    template = tiny_vision.template(architecture) if architecture in tiny_vision.VISION_PRESETS else TINY_TEMPLATE
     return PreTrainedTokenizerFast(
         tokenizer_object=_train_bpe(),
         pad_token=PAD_TOKEN,

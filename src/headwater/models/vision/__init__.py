@@ -13,8 +13,9 @@ from headwater.models.vision.architecture import (
     uses_grid_positions,
     vision_parameter_names,
 )
+from headwater.models.vision.family import MediaFeatures
 from headwater.models.vision.processor import VisionProcessor
-from headwater.models.vision.tower import MediaFeatures, VisionTower
+from headwater.models.vision.tower import VisionTower
 
 __all__ = [
     "SUPPORTED_VISION",

@@ -6,7 +6,7 @@ from typing import Any
 
 from headwater.core.errors import ModelError
 
-SUPPORTED_VISION = ("qwen2_5_vl",)
+SUPPORTED_VISION = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 """The model types in config.json that can be given images and videos."""
 
 _WITH_GRID_POSITIONS = ("qwen2_5_vl", "qwen3_vl")

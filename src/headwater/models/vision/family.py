@@ -34,6 +34,8 @@ class VisionFamily(Protocol):
 
     image_processor: Any
     """The image processor of transformers."""
+    uses_token_types: bool
+    """Whether the forward pass of transformers takes the kind of every token, to compute rotary positions."""
 
     def placeholder(self, kind: MediaKind) -> str:
         """What the chat template writes for one image or video; empty if the model takes none."""
@@ -49,6 +51,10 @@ class VisionFamily(Protocol):
 
     def inputs(self, content: MediaContent) -> dict[str, Tensor]:
         """The tensors that the model's forward pass takes for the content."""
+        ...
+
+    def joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of all media of one sequence, as the model's forward pass takes them."""
         ...
 
     def features(self, model: Any, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:

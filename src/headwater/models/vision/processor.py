@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from headwater.chat.render import encode_rendered
@@ -25,9 +27,18 @@ _KINDS: tuple[MediaKind, ...] = ("image", "video")
 class VisionProcessor:
     """The ``MediaProcessor`` of a model. It can be pickled; the copy begins with an empty cache."""
 
-    def __init__(self, tokenizer: Any, family: VisionFamily, *, max_cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        family: VisionFamily,
+        files: Mapping[str, str] | None = None,
+        *,
+        max_cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        """``files`` are those of a model folder that describe the processor, besides those of the tokenizer."""
         self.tokenizer = tokenizer
         self.family = family
+        self.files = dict(files or {})
         self._cache = InputCache(max_cache_bytes)
 
     @property
@@ -57,11 +68,11 @@ class VisionProcessor:
             end = place + 1
         long.extend(tokens[end:])
         left = iter(starts)
-        media = tuple(
-            PlacedMedia(content, tuple(MediaBlock(next(left), *shape) for shape in blocks))
-            for content, blocks in ordered
-        )
-        return tuple(long), media
+        media = []
+        for content, blocks in ordered:
+            placed = tuple(MediaBlock(next(left), *shape) for shape in blocks)
+            media.append(PlacedMedia(content, placed))
+        return tuple(long), tuple(media)
 
     def inputs(self, content: MediaContent) -> Mapping[str, Tensor]:
         """The tensors of one item, on the CPU, with the names that the model's forward pass gives them."""
@@ -70,6 +81,21 @@ class VisionProcessor:
             found = self.family.inputs(content)
             self._cache.put(content.digest, found)
         return found
+
+    def model_inputs(self, tokens: Sequence[int], media: Media) -> dict[str, Tensor]:
+        """What the forward pass and ``generate`` of the whole transformers model take for one sequence."""
+        types = torch.zeros(1, len(tokens), dtype=torch.int32)
+        for item in media:
+            types[0, torch.from_numpy(item.places())] = 1 + _KINDS.index(item.content.kind)
+        made = self.family.joined([self.inputs(item.content) for item in media])
+        if self.family.uses_token_types:
+            made["mm_token_type_ids"] = types
+        return {"input_ids": torch.tensor([list(tokens)]), **made}
+
+    def save(self, folder: Path) -> None:
+        """Write the files beside the model's, so that transformers' ``AutoProcessor`` finds them."""
+        for name, content in self.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
 
     def _expand(
         self, text: str, contents: Sequence[MediaContent]

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: the pixels of its vision tower, the tokens of a picture, and their rotary positions."""
+"""Qwen2.5-VL and Qwen3-VL: the pixels of their towers, the tokens of a picture or video, and their rotary positions."""
 
 from __future__ import annotations
 
@@ -10,33 +10,94 @@ from torch import Tensor
 
 from headwater.core.media import MediaContent, MediaKind
 from headwater.models.vision.family import BlockShape, MediaFeatures
+from headwater.models.vision.frames import fitted_size, frame_rate, grouped_patches, size_of
 
 _TOKENS: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+_START, _END = "<|vision_start|>", "<|vision_end|>"
 
 
 class QwenFamily:
-    """A picture is cut into patches. The tower merges squares of them into one token each."""
+    """A picture is cut into patches. The tower merges squares of them into one token each.
 
-    def __init__(self, image_processor: Any, config: Any) -> None:
+    The tower reads two frames of a video at once. Qwen2.5-VL tells by rotary positions when they were, Qwen3-VL by
+    text before them.
+    """
+
+    uses_token_types = True
+
+    def __init__(self, image_processor: Any, config: Any, video_settings: Mapping[str, Any]) -> None:
         self.image_processor = image_processor
-        self._merge_size = int(config.vision_config.spatial_merge_size)
+        vision = config.vision_config
+        self._merge_size = int(vision.spatial_merge_size)
+        self._has_timestamps = config.model_type == "qwen3_vl"
+        self._tokens_per_s = 0 if self._has_timestamps else int(vision.tokens_per_second)
+        self._factor = int(image_processor.patch_size) * self._merge_size
+        # What the video processors of transformers use for a model without settings.
+        default = {"shortest_edge": 128 * self._factor**2, "longest_edge": 768 * self._factor**2}
+        size = {**default, **(video_settings.get("size") or {})}
+        self._min_video_pixels = int(video_settings.get("min_pixels") or size["shortest_edge"])
+        self._max_video_pixels = int(video_settings.get("max_pixels") or size["longest_edge"])
 
     def placeholder(self, kind: MediaKind) -> str:
-        return _TOKENS[kind] if kind == "image" else ""
+        # Qwen3-VL has a start and an end around every frame instead of those that the chat template writes.
+        return _START + _TOKENS[kind] + _END if self._has_timestamps and kind == "video" else _TOKENS[kind]
 
     def token(self, kind: MediaKind) -> str:
         return _TOKENS[kind]
 
     def pieces(self, content: MediaContent) -> Sequence[str | BlockShape]:
-        time, height, width = self.inputs(content)["image_grid_thw"][0].tolist()
-        grid = (time, height // self._merge_size, width // self._merge_size)
-        return [BlockShape(grid[0] * grid[1] * grid[2], grid)]
+        height, width = (side // self._factor for side in self._size(content))
+        if content.kind == "image":
+            return [BlockShape(height * width, (1, height, width))]
+        group = int(self.image_processor.temporal_patch_size)
+        num_groups = -(-len(content.frames) // group)
+        if not self._has_timestamps:
+            grid = (num_groups, height, width)
+            return [BlockShape(num_groups * height * width, grid, self._tokens_per_s * group / frame_rate(content))]
+        pieces: list[str | BlockShape] = []
+        for number in range(num_groups):
+            first, last = group * number, min(group * (number + 1), len(content.frames)) - 1
+            middle_s = (first + last) / 2 / frame_rate(content)
+            pieces += [f"<{middle_s:.1f} seconds>{_START}", BlockShape(height * width, (1, height, width)), _END]
+        return pieces
 
     def inputs(self, content: MediaContent) -> dict[str, Tensor]:
-        return dict(self.image_processor(content.images(), return_tensors="pt"))
+        if content.kind == "image":
+            return dict(self.image_processor(content.images(), return_tensors="pt"))
+        height, width = self._size(content)
+        pixels, num_groups = grouped_patches(self.image_processor, content.images(), (height, width))
+        patch = int(self.image_processor.patch_size)
+        grid = torch.tensor([[num_groups, height // patch, width // patch]])
+        made = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+        if not self._has_timestamps:
+            group = int(self.image_processor.temporal_patch_size)
+            made["second_per_grid_ts"] = torch.tensor([group / frame_rate(content)])
+        return made
+
+    def _size(self, content: MediaContent) -> tuple[int, int]:
+        """Height and width to which a picture or the frames of a video are scaled."""
+        if content.kind == "image":
+            limits = self.image_processor.size
+            low, high = limits["shortest_edge"], limits["longest_edge"]
+            return fitted_size(size_of(content), factor=self._factor, min_pixels=low, max_pixels=high)
+        # Qwen3-VL limits the pixels of a video, Qwen2.5-VL those of each frame.
+        frames = {"num_frames": len(content.frames), "group": int(self.image_processor.temporal_patch_size)}
+        return fitted_size(
+            size_of(content),
+            factor=self._factor,
+            min_pixels=self._min_video_pixels,
+            max_pixels=self._max_video_pixels,
+            **(frames if self._has_timestamps else {}),
+        )
+
+    def joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = dict.fromkeys(name for each in inputs for name in each)
+        return {name: torch.cat([each[name] for each in inputs if name in each]) for name in names}
 
     def features(self, model: Any, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
-        pixels = torch.cat([each["pixel_values"] for each in inputs])
-        grids = torch.cat([each["image_grid_thw"] for each in inputs])
+        # Images and videos go through the same tower.
+        pixels = torch.cat([each.get("pixel_values", each.get("pixel_values_videos")) for each in inputs])
+        grids = torch.cat([each.get("image_grid_thw", each.get("video_grid_thw")) for each in inputs])
         output = model.get_image_features(pixels, grids, return_dict=True)
-        return [MediaFeatures(embeddings) for embeddings in output.pooler_output]
+        deep = zip(*output.deepstack_features, strict=True) if self._has_timestamps else [()] * len(inputs)
+        return [MediaFeatures(*made) for made in zip(output.pooler_output, map(tuple, deep), strict=True)]

@@ -1,0 +1,157 @@
+"""Embeddings of images and videos for prompts: the vision tower runs once per picture, and a cache keeps what it made.
+
+The cache is keyed by content, so the samples of a group, the chunks of a prompt and later turns of a conversation
+share the features of a picture. The weights of the tower may change: then everything in the cache is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headwater.core.media import MediaContent
+from headwater.engine.batch_media import BatchMedia
+from headwater.engine.media_reader import MediaReader
+from headwater.engine.rows import upload
+from headwater.models.vision import MediaFeatures, VisionTower
+
+CACHE_BYTES = 512 * 2**20
+"""Size limit of the cache. The features of one batch are kept in any case."""
+_MAX_TOWER_BYTES = 64 * 2**20
+"""Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger."""
+MEDIA_BYTES = CACHE_BYTES + 24 * _MAX_TOWER_BYTES
+"""Device memory to leave for media: the cache, and the pass of a tower over one batch. A layer of Qwen2.5-VL's tower
+holds about ten times as many values per patch as the patch has pixels, in half as many bytes each."""
+
+
+@dataclass(frozen=True)
+class MediaInputs:
+    """What media change about one pass of the decoder, on its device."""
+
+    places: Tensor
+    """The tokens that stand for media."""
+    embeddings: Tensor
+    """``[places, hidden]``: they replace the embeddings of these tokens."""
+    deep: tuple[Tensor, ...] = ()
+    """``[places, hidden]`` for each of the first layers: they are added to its output."""
+    rotary: Tensor | None = None
+    """``[3, tokens]``: the rotary positions of all tokens. ``None`` if they are the positions in the sequence."""
+
+    def of_block(self, start: int, end: int, num_rows: int) -> MediaInputs:
+        """The same for some of the tokens, with positions for ``num_rows`` tokens (for a CPU)."""
+        first, last = torch.searchsorted(self.places, torch.tensor([start, end])).tolist()
+        rotary = None
+        if self.rotary is not None:
+            own = self.rotary[:, start:end]
+            rotary = torch.nn.functional.pad(own, (0, num_rows - own.shape[1]))
+        part = slice(first, last)
+        return MediaInputs(
+            self.places[part] - start, self.embeddings[part], tuple(each[part] for each in self.deep), rotary
+        )
+
+
+class FeatureCache:
+    """Features by digest, least recently used first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._features: OrderedDict[str, MediaFeatures] = OrderedDict()
+
+    def get(self, digest: str) -> MediaFeatures | None:
+        features = self._features.get(digest)
+        if features is not None:
+            self._features.move_to_end(digest)
+        return features
+
+    def put(self, digest: str, features: MediaFeatures, in_use: Collection[str]) -> None:
+        """Add features, and drop the oldest ones that are not ``in_use`` until all fit."""
+        self._features[digest] = features
+        self.num_bytes += _num_bytes(features)
+        for old in list(self._features):
+            if self.num_bytes <= self._max_bytes:
+                break
+            if old not in in_use:
+                self.num_bytes -= _num_bytes(self._features.pop(old))
+
+    def clear(self) -> None:
+        self._features.clear()
+        self.num_bytes = 0
+
+
+class MediaEncoder:
+    """The vision tower of a model, and the features it has computed. The engine's thread owns it."""
+
+    def __init__(self, model: Any, reader: MediaReader, max_bytes: int, *, deterministic: bool) -> None:
+        """``deterministic``: the features of a picture do not depend on which others are computed with it."""
+        self._tower = VisionTower(model, reader.processor)
+        self._reader = reader
+        self._device: torch.device = model.device
+        self._dtype: torch.dtype = model.dtype
+        self._hidden_size: int = model.config.get_text_config().hidden_size
+        self._one_by_one = deterministic
+        self.cache = FeatureCache(max_bytes)
+
+    def forget(self) -> None:
+        """The weights of the tower have changed."""
+        self.cache.clear()
+
+    @torch.inference_mode()
+    def inputs(self, media: BatchMedia) -> MediaInputs:
+        """What the decoder needs for a batch."""
+        rotary = None if media.rotary is None else self._uploaded(media.rotary)
+        if not media.parts:
+            nothing = torch.zeros(0, self._hidden_size, dtype=self._dtype, device=self._device)
+            return MediaInputs(nothing[:, 0].long(), nothing, (), rotary)
+        features = self._features({part.content.digest: part.content for part in media.parts})
+        embeddings, deep = [], []
+        for part in media.parts:
+            own = features[part.content.digest]
+            rows = slice(part.first, part.first + len(part.places))
+            embeddings.append(own.embeddings[rows])
+            deep.append([each[rows] for each in own.deep])
+        places = np.concatenate([part.places for part in media.parts])
+        return MediaInputs(
+            self._uploaded(places),
+            torch.cat(embeddings),
+            tuple(torch.cat(layer) for layer in zip(*deep, strict=True)),
+            rotary,
+        )
+
+    def _features(self, contents: dict[str, MediaContent]) -> dict[str, MediaFeatures]:
+        found = {digest: features for digest in contents if (features := self.cache.get(digest)) is not None}
+        new = [content for digest, content in contents.items() if digest not in found]
+        self._reader.read_all(new)
+        for batch in self._batches(new):
+            for content, features in zip(batch, self._tower(batch), strict=True):
+                # Not a view: one picture of a batch must not keep the memory of all.
+                own = MediaFeatures(features.embeddings.clone(), tuple(each.clone() for each in features.deep))
+                found[content.digest] = own
+                self.cache.put(content.digest, own, contents)
+        return found
+
+    def _batches(self, contents: Sequence[MediaContent]) -> list[list[MediaContent]]:
+        """What the tower computes together."""
+        batches: list[list[MediaContent]] = []
+        num_bytes = 0
+        for content in contents:
+            own = sum(each.nbytes for each in self._reader.processor.inputs(content).values())
+            if not batches or self._one_by_one or num_bytes + own > _MAX_TOWER_BYTES:
+                batches.append([])
+                num_bytes = 0
+            batches[-1].append(content)
+            num_bytes += own
+        return batches
+
+    def _uploaded(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return upload(torch.from_numpy(values), self._device)
+
+
+def _num_bytes(features: MediaFeatures) -> int:
+    return features.embeddings.nbytes + sum(each.nbytes for each in features.deep)

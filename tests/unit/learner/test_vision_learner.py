@@ -1,0 +1,98 @@
+"""Learning from pictures: packs, gradients of the vision tower, frozen parts, adapters, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pictures
+import pytest
+import torch
+
+from headwater.core.data_proto import DataProto
+from headwater.core.errors import DataError
+from headwater.learner.packed_module import PolicyModule
+from headwater.learner.packing import Pack, check_lengths, pack_rows, read_rows
+from headwater.rollout.group import pad_trajectories
+
+MODEL = pictures.model()
+ONE, TWO, WIDE = (pictures.picture(seed, width) for seed, width in ((1, 56), (2, 56), (3, 112)))
+
+
+def rows():
+    """Two groups whose prompts differ only in the picture, one with two pictures, one that is shown one later, text."""
+    return [
+        *pictures.group(1, [ONE], 3),
+        *pictures.group(2, [TWO], 3),
+        *pictures.group(3, [WIDE, ONE], 2),
+        *pictures.group(4, [TWO], 2, later=[WIDE]),
+        *pictures.group(5, [], 2),
+    ]
+
+
+def packs(data: DataProto, max_tokens: int = 10_000, **settings) -> list[Pack]:
+    return pack_rows(read_rows(data), data.batch["response_mask"].shape[1], max_tokens, **settings)
+
+
+def test_batches_carry_media_and_their_bytes_once():
+    samples = pictures.group(1, [pictures.picture(1, 112, 112)], 8) + pictures.group(2, [], 1)
+    # As after a checkpoint: equal contents that are different objects.
+    samples = [pickle.loads(pickle.dumps(each)) for each in samples]
+    data = pad_trajectories(samples, 0)
+    assert "media" not in pad_trajectories(samples[-1:], 0).non_tensor_batch
+    assert data.non_tensor_batch["media"].tolist() == [each.media for each in samples]
+    content = samples[0].media[0].content
+    assert pickle.dumps(data).count(content.frames[0]) == 1
+    chosen = DataProto.concat([data[[8, 0]], data[[3]]])
+    assert chosen.non_tensor_batch["media"].tolist() == [(), samples[0].media, samples[3].media]
+
+
+def test_a_picture_is_packed_once_and_different_pictures_never_share_a_prompt():
+    samples = rows()
+    [pack] = packs(pad_trajectories(samples, 0))
+    assert [each.digest for each in pack.media.contents] == [ONE.digest, TWO.digest, WIDE.digest]
+    # The prompts of the first two groups have the same tokens.
+    assert samples[0].tokens[: samples[0].prompt_length] == samples[3].tokens[: samples[3].prompt_length]
+    # The fourth group shares the prompt of the second. Each of its two samples is shown another picture later.
+    assert len(pack.media.places) == 4 + 4 + (8 + 4) + 2 * 8
+    image = MODEL.config.image_token_id
+    assert (pack.input_ids == image).nonzero()[:, 0].tolist() == pack.media.places.tolist()
+    assert pack.position_ids.shape == (3, len(pack.input_ids))
+    [alone] = packs(pad_trajectories(pictures.group(5, [], 2), 0))
+    assert alone.media is None and alone.position_ids.ndim == 1
+
+
+def test_media_after_the_last_trained_token_are_not_computed():
+    sample = pictures.trajectory(1, [ONE], later=[WIDE])
+    end = sample.prompt_length + 2
+    first = replace(sample, loss_mask=tuple(each if place < end else 0 for place, each in enumerate(sample.loss_mask)))
+    [pack] = packs(pad_trajectories([first], 0))
+    assert [each.digest for each in pack.media.contents] == [ONE.digest]
+    assert pack.input_ids.tolist() == list(sample.tokens[: end - 1])
+
+
+@pytest.mark.parametrize(("share_prompts", "max_tokens"), [(True, 10_000), (True, 60), (False, 80)])
+def test_packed_logprobs_and_gradients_are_those_of_transformers(share_prompts, max_tokens):
+    samples = rows()
+    data = pad_trajectories(samples, 0)
+    mask = data.batch["response_mask"]
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    single, packed = copy.deepcopy(MODEL), copy.deepcopy(MODEL)
+    expected = pictures.plain_logprobs(samples, mask.shape[1], single)
+    (expected * weights).sum().backward()
+    module = PolicyModule(packed, 1.0, pictures.processor())
+    actual = torch.zeros_like(mask)
+    for pack in packs(data, max_tokens, share_prompts=share_prompts):
+        values = pack.padded(module(pack)["logprobs"])
+        (values * weights[pack.rows]).sum().backward()
+        actual[pack.rows] = values.detach()
+    torch.testing.assert_close(actual, expected.detach(), atol=1e-4, rtol=1e-4)
+    for (name, ours), theirs in zip(packed.named_parameters(), single.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3, msg=name)
+    assert packed.model.visual.patch_embed.proj.weight.grad.abs().max() > 0
+
+
+def test_a_row_that_is_too_long_names_its_image_tokens():
+    with pytest.raises(DataError, match=r"row 0 of the batch has \d+ tokens \(8 of them of images or videos\), over"):
+        check_lengths(read_rows(pad_trajectories(pictures.group(1, [WIDE], 1), 0)), 10, "learner.a_budget")
