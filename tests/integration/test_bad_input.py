@@ -235,12 +235,14 @@ def test_rows_with_images_are_refused_by_a_workflow_for_text(fails, tmp_path):
     file = tmp_path / "images.py"
     file.write_text(
         "import dataclasses\n"
+        "from headwater.core.media import MediaBlock, MediaContent, PlacedMedia\n"
         "from headwater.data.rlhf_dataset import RLHFDataset\n"
+        "SHOWN = PlacedMedia(MediaContent.of('image', [b'picture']), (MediaBlock(1, 2),))\n"
         "class Images(RLHFDataset):\n"
         "    def __getitem__(self, index):\n"
-        "        return dataclasses.replace(super().__getitem__(index), multi_modal={'images': ['picture']})\n"
+        "        return dataclasses.replace(super().__getitem__(index), media=(SHOWN,))\n"
     )
-    assert "has images, which rollout.backend = embedded cannot take" in fails(f"data.dataset={file}:Images")
+    assert "has images or videos, which rollout.backend = embedded cannot take" in fails(f"data.dataset={file}:Images")
 
 
 def test_nothing_is_left_behind_by_a_run_that_could_not_start(fails, tmp_path):

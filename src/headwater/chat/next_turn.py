@@ -27,6 +27,7 @@ from typing import Any
 
 from headwater.chat.render import ChatError, encode_rendered, is_model_turn, render_chat, special_tokens
 from headwater.core.errors import RolloutFailed
+from headwater.core.media import Media, MediaContent, MediaProcessor
 from headwater.core.protocols import Tokenizer
 
 Message = Mapping[str, Any]
@@ -45,6 +46,8 @@ class NextTurn:
     """From the end of the reply up to the start of the model's next message."""
     chat: list[Message]
     """The chat in the form that the template accepted. Later turns are rendered with it."""
+    media: Media = ()
+    """Images and videos, with their places among ``tokens``."""
 
 
 def next_turn(
@@ -54,29 +57,50 @@ def next_turn(
     template_args: Mapping[str, Any] | None = None,
     *,
     has_ended: bool = False,
+    processor: MediaProcessor | None = None,
+    contents: Sequence[MediaContent] = (),
 ) -> NextTurn:
     """The tokens that follow the last ``MODEL_TURN`` of ``chat``, up to the start of the model's next message.
 
     The template closes the model's message with an end token. If ``response_tokens`` (the model's output) already end
     with it, the end token is not repeated. If the model was cut off before its end token, the template's end token is
     included; it was not sampled and is not trained. ``has_ended`` says that the model's last token is an end token of
-    its own, which may differ from the template's.
+    its own, which may differ from the template's. ``contents`` are the images and videos after the last model turn, in
+    the order of their parts; they need the model's ``processor``, whose template then renders the chat.
     """
     turns = [index for index, message in enumerate(chat) if is_model_turn(message)]
     if not turns:
         raise RolloutFailed("the chat has no answer of the model, so nothing can follow it")
     last = turns[-1]
-    whole = _Chat(tokenizer, chat[:last], chat[last], chat[last + 1 :], template_args or {})
+    owner = tokenizer if processor is None else processor.template
+    whole = _Chat(tokenizer, owner, chat[:last], chat[last], chat[last + 1 :], template_args or {})
     problems = []
     for attempt in (*whole.attempts(), *replace(whole, history=_SHORT_HISTORY).attempts()):
         try:
             text, turn, told = attempt()
+            tokens, media = _encode(tokenizer, processor, text, contents)
         except RolloutFailed as error:
             problems.append(error)
             continue
-        tokens = whole.without_end(encode_rendered(tokenizer, text), response_tokens, has_ended=has_ended)
-        return NextTurn(tokens, [*chat[:last], turn, *told])
+        kept = whole.without_end(tokens, response_tokens, has_ended=has_ended)
+        num_removed = len(tokens) - len(kept)
+        return NextTurn(kept, [*chat[:last], turn, *told], tuple(item.moved(-num_removed) for item in media))
     raise problems[0]
+
+
+def _encode(
+    tokenizer: Tokenizer, processor: MediaProcessor | None, text: str, contents: Sequence[MediaContent]
+) -> tuple[tuple[int, ...], Media]:
+    if processor is None or not contents:
+        # What looks like the placeholder of an image is then ordinary text.
+        return encode_rendered(tokenizer, text), ()
+    try:
+        return processor.encode(text, contents)
+    except ValueError as error:
+        raise RolloutFailed(
+            f"the chat template does not show every image and video of the messages ({error}); use a template that "
+            "does, or give them to the model in a message of the user"
+        ) from error
 
 
 _After = tuple[str, Message, Sequence[Message]]
@@ -88,6 +112,8 @@ class _Chat:
     """A chat that ends with a message of the model and the messages that follow it."""
 
     tokenizer: Tokenizer
+    owner: Any
+    """The tokenizer or processor whose chat template renders."""
     history: Sequence[Message]
     turn: Message
     told: Sequence[Message]
@@ -118,8 +144,7 @@ class _Chat:
         return self._after(self._plain_turn, self.told), self._turn_for_later(), self.told
 
     def _as_user_message(self) -> _After:
-        texts = [_text_of(message.get("content")) for message in self.told]
-        told = [{"role": "user", "content": "\n".join(texts)}]
+        told = [{"role": "user", "content": _joined([message.get("content") for message in self.told])}]
         return self._after(self._plain_turn, told), _without_calls(self.turn), told
 
     def _turn_for_later(self) -> Message:
@@ -171,7 +196,7 @@ class _Chat:
 
     def _render(self, chat: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
         try:
-            return render_chat(self.tokenizer, chat, self.template_args, add_generation_prompt=add_generation_prompt)
+            return render_chat(self.owner, chat, self.template_args, add_generation_prompt=add_generation_prompt)
         except ChatError as error:
             remedy = "" if error.has_template else "; set model.chat_template"
             raise RolloutFailed(f"the messages of the next turn cannot be rendered ({error}){remedy}") from error
@@ -223,6 +248,22 @@ def _shows(text: str, content: Any) -> bool:
     """Whether ``text`` contains ``content`` in one of the usual forms."""
     told = _text_of(content).strip()
     return told in text or any(json.dumps(told, ensure_ascii=ascii)[1:-1] in text for ascii in (True, False))
+
+
+def _joined(contents: Sequence[Any]) -> Any:
+    """The contents of several messages as one: as text, or as parts if there are images or videos among them."""
+    if all(_text_parts(content) for content in contents):
+        return "\n".join(_text_of(content) for content in contents)
+    parts: list[Any] = []
+    for content in contents:
+        separator = [{"type": "text", "text": "\n"}] if parts else []
+        is_list = isinstance(content, (list, tuple))
+        parts += [*separator, *(content if is_list else [{"type": "text", "text": _text_of(content)}])]
+    return parts
+
+
+def _text_parts(content: Any) -> bool:
+    return not isinstance(content, (list, tuple)) or all(part.get("type", "text") == "text" for part in content)
 
 
 def _text_of(content: Any) -> str:

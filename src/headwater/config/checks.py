@@ -260,6 +260,15 @@ def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def image_limits_leave_room(config: Config, layers: Layers) -> Iterator[Clash]:
+    limit = config.data.max_image_pixels
+    if config.data.min_image_pixels > limit:
+        yield Clash(
+            ("data.min_image_pixels", "data.max_image_pixels"),
+            f"images have at most data.max_image_pixels = {limit} pixels; use at most {limit}",
+        )
+
+
 def shortest_reply_fits(config: Config, layers: Layers) -> Iterator[Clash]:
     limit = config.rollout.max_new_tokens
     if config.rollout.min_new_tokens > limit:
@@ -318,6 +327,7 @@ CHECKS: tuple[Check, ...] = (
     float16_needs_a_gpu,
     greedy_samples_differ,
     lengths_are_measured,
+    image_limits_leave_room,
     files_have_no_task_settings,
     files_evaluate_on_something,
     warm_start_settings_are_read,

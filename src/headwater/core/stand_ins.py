@@ -82,6 +82,7 @@ MODULES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "areal.utils": (_AREAL, ("logging", "stats_tracker")),
     "areal.utils.data": (_AREAL, ("concat_padded_tensors",)),
     "areal.utils.dynamic_import": (_AREAL, ("import_from_string",)),
+    "areal.utils.image": (_AREAL, ("image2base64",)),
     "areal.utils.hf_utils": (_AREAL, ("apply_chat_template", "load_hf_tokenizer")),
     "areal.utils.perf_tracer": (_AREAL, ("atrace_session_phase", "session_context", "trace_session")),
 }  # fmt: skip

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from headwater.core.media import MediaContent
+
 ToolFailure = Literal[
     "malformed", "unknown_tool", "bad_arguments", "raised", "timed_out", "bad_result", "unavailable", "over_limit"
 ]
@@ -57,3 +59,13 @@ class ToolResult:
     """A reward for this call, if the tool gives one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     failure: ToolFailure | None = None
+    media: tuple[MediaContent, ...] = ()
+    """Images and videos that the model is shown with the text."""
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The content of the tool's message: the text, or parts if there are images or videos, which come first."""
+        if not self.media:
+            return self.text
+        parts: list[dict[str, Any]] = [{"type": each.kind, each.kind: each} for each in self.media]
+        return [*parts, {"type": "text", "text": self.text}] if self.text else parts

@@ -18,28 +18,39 @@ from headwater.data.row_store import PlacedRow
 ROWS_PER_CHUNK = 256
 MIN_ROWS_FOR_WORKERS = 20_000
 """With fewer rows, starting worker processes takes longer than measuring in this one."""
+TEXT_ROWS_PER_IMAGE = 64
+"""A row with images takes about as long as this many rows of text, and needs more memory."""
 MAX_AUTO_WORKERS = 8
 MIN_ROWS_FOR_BAR = 2_000
 
 ReadRow = Callable[[int], PlacedRow]
 Measured = tuple[list[int], DataError | None]
 """Lengths up to the first invalid row of a chunk, and the error of that row."""
+Chunks = Iterator[tuple[list[PlacedRow], DataError | None]]
 
 
-def choose_num_workers(num_asked: int, num_rows: int) -> int:
+def choose_num_workers(num_asked: int, num_rows: int, has_media: bool = False) -> int:
     """``num_asked`` 0 chooses by the number of rows and cores. There are never more workers than chunks of rows."""
-    num_chunks = -(-num_rows // ROWS_PER_CHUNK)
+    num_chunks = -(-num_rows // _rows_per_chunk(has_media))
     if num_asked == 0:
-        num_asked = 1 if num_rows < MIN_ROWS_FOR_WORKERS else min(_num_cores(), MAX_AUTO_WORKERS)
+        cost = num_rows * TEXT_ROWS_PER_IMAGE if has_media else num_rows
+        num_asked = 1 if cost < MIN_ROWS_FOR_WORKERS else min(_num_cores(), MAX_AUTO_WORKERS)
     return max(1, min(num_asked, num_chunks))
 
 
-def measure_lengths(read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int) -> list[int]:
+def _rows_per_chunk(has_media: bool) -> int:
+    return max(1, ROWS_PER_CHUNK // TEXT_ROWS_PER_IMAGE) if has_media else ROWS_PER_CHUNK
+
+
+def measure_lengths(
+    read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int, has_media: bool = False
+) -> list[int]:
     """Number of prompt tokens of rows 0..num_rows-1. Raises the error of the first row that cannot be built."""
-    chunks = _measure_here if num_workers == 1 else _measure_in_workers
+    measure = _measure_here if num_workers == 1 else _measure_in_workers
+    chunks = _read_chunks(read_row, num_rows, _rows_per_chunk(has_media))
     lengths: list[int] = []
     # Closing the generator ends the worker processes at the first error, not when its traceback is freed.
-    with _progress_bar(num_rows) as show, closing(chunks(read_row, num_rows, builder, num_workers)) as results:
+    with _progress_bar(num_rows) as show, closing(measure(chunks, builder, num_workers)) as results:
         for measured, error in results:
             if error is not None:
                 raise error
@@ -48,13 +59,13 @@ def measure_lengths(read_row: ReadRow, num_rows: int, builder: PromptBuilder, nu
     return lengths
 
 
-def _measure_here(read_row: ReadRow, num_rows: int, builder: PromptBuilder, _: int) -> Generator[Measured, None, None]:
-    for rows, read_error in _read_chunks(read_row, num_rows):
+def _measure_here(chunks: Chunks, builder: PromptBuilder, _: int) -> Generator[Measured, None, None]:
+    for rows, read_error in chunks:
         yield _first_error(_measure_rows(builder, rows), read_error)
 
 
 def _measure_in_workers(
-    read_row: ReadRow, num_rows: int, builder: PromptBuilder, num_workers: int
+    chunks: Chunks, builder: PromptBuilder, num_workers: int
 ) -> Generator[Measured, None, None]:
     """This process reads the rows and sends them to the workers: every kind of source works and memory is bounded."""
     pool = ProcessPoolExecutor(
@@ -62,7 +73,7 @@ def _measure_in_workers(
     )
     in_flight: deque[tuple[Future[Measured], DataError | None]] = deque()
     try:
-        for rows, read_error in _read_chunks(read_row, num_rows):
+        for rows, read_error in chunks:
             in_flight.append((pool.submit(_measure_in_worker, rows), read_error))
             if len(in_flight) > 2 * num_workers:
                 future, error_of_oldest = in_flight.popleft()
@@ -78,11 +89,11 @@ def _measure_in_workers(
         pool.shutdown(cancel_futures=True)
 
 
-def _read_chunks(read_row: ReadRow, num_rows: int) -> Iterator[tuple[list[PlacedRow], DataError | None]]:
+def _read_chunks(read_row: ReadRow, num_rows: int, rows_per_chunk: int) -> Chunks:
     """Chunks of rows. A row that cannot be read ends the stream; its error is returned with the rows before it."""
-    for start in range(0, num_rows, ROWS_PER_CHUNK):
+    for start in range(0, num_rows, rows_per_chunk):
         rows: list[PlacedRow] = []
-        for index in range(start, min(start + ROWS_PER_CHUNK, num_rows)):
+        for index in range(start, min(start + rows_per_chunk, num_rows)):
             try:
                 rows.append(read_row(index))
             except DataError as error:

@@ -1,27 +1,101 @@
-"""Images and videos of a row: in its columns, or inside the messages as OpenAI and Hugging Face write them."""
+"""Images and videos of a row: in its columns, or inside the messages as OpenAI and Hugging Face write them.
+
+A row is only read here when its prompt is built. What was loaded is kept in a ``MediaCache``, because a row is built
+when its length is measured and again in every epoch.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import io
-from collections.abc import Mapping, Sequence
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from headwater.chat.messages import Message
+from headwater.config.schema import DataConfig
+from headwater.core.disk import cache_dir
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
+from headwater.data.pictures import PictureLimits, encode_picture, import_pillow
 from headwater.data.row_store import PlacedRow
+from headwater.data.videos import FrameRate, decode_video, evenly
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 KINDS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
 """Types of message parts, and what each holds."""
 _REFUSED = frozenset({"audio", "audio_url", "input_audio", "file", "input_file"})
 _INLINE_KEYS = ("url", "path", "bytes", "base64")
+_IMAGE_KEYS = ("bytes", "path", "image", "image_url", "url")
+_VIDEO_KEYS = ("frames", "bytes", "path", "video", "video_url", "url")
+"""Where an object keeps the image or video, in the order in which they are looked for."""
+_REFUSED_KEYS = ("resized_height", "resized_width", "nframes", "video_start", "video_end")
+"""Settings of single items that other loaders have and this one would have to ignore."""
+
+MAX_FILE_BYTES = 1 << 30
+_CACHE_BYTES = 256 << 20
+_ENTRY_BYTES = 512
+"""What an entry needs besides its frames, about."""
 
 InlineValue = tuple[Any, str]
 """A value inside a message and its place; the value is None where a column holds it."""
+
+
+@dataclass(frozen=True)
+class MediaSettings:
+    limits: PictureLimits = field(default_factory=PictureLimits)
+    rate: FrameRate = field(default_factory=FrameRate)
+    allow_remote: bool = False
+    """Whether URLs are read over the network."""
+    allow_files: bool = True
+    """Whether paths are read. A server must not read them for a client."""
+
+    @classmethod
+    def of(cls, config: DataConfig) -> MediaSettings:
+        return cls(
+            PictureLimits(config.min_image_pixels, config.max_image_pixels),
+            FrameRate(config.video_frames_per_s, config.max_video_frames),
+            allow_remote=config.allow_remote_media,
+        )
+
+
+class MediaCache:
+    """The contents that were used last, as long as they need no more than ``max_bytes``."""
+
+    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._contents: OrderedDict[Hashable, MediaContent] = OrderedDict()
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+
+    def __reduce__(self) -> tuple[type[MediaCache], tuple[int]]:
+        # A process that measures lengths builds every row once.
+        return MediaCache, (0,)
+
+    def get(self, key: Hashable, load: Callable[[], MediaContent]) -> MediaContent:
+        with self._lock:
+            if key in self._contents:
+                self._contents.move_to_end(key)
+                return self._contents[key]
+        content = load()
+        with self._lock:
+            if key not in self._contents:
+                self._contents[key] = content
+                self.num_bytes += _size(content)
+            while self.num_bytes > self._max_bytes:
+                self.num_bytes -= _size(self._contents.popitem(last=False)[1])
+        return content
+
+
+def _size(content: MediaContent) -> int:
+    return _ENTRY_BYTES + sum(map(len, content.frames))
 
 
 def take_inline_media(messages: Sequence[Message], place: str) -> tuple[list[Message], dict[str, list[InlineValue]]]:
@@ -76,7 +150,8 @@ def _inline_value(part: Mapping[str, Any], kind: str, where: str) -> Any:
             value = f"data:;base64,{value}"
     if value is None and part["type"] != kind:
         raise DataError(f"{where}: a part of type {part['type']!r} without a URL; write {{'url': ...}} in it")
-    return value
+    settings = {name: part[name] for name in ("fps", "min_pixels", "max_pixels", *_REFUSED_KEYS) if name in part}
+    return {kind: value, **settings} if settings and value is not None else value
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -86,45 +161,146 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def load_image(value: Any, where: str, folder: Path | None) -> MediaContent:
-    """An image from a path, a URL, encoded bytes, ``{"bytes": ...}``, ``{"path": ...}`` or a Pillow image."""
-    return MediaContent.of("image", [_encoded(value, where, folder)])
+def load_image(
+    value: Any,
+    where: str,
+    folder: Path | None,
+    settings: MediaSettings | None = None,
+    cache: MediaCache | None = None,
+) -> MediaContent:
+    """An image from a path, a URL, encoded bytes, a Pillow image, an array, or an object such as ``{"bytes": ...}``.
 
-
-def load_video(value: Any, where: str, folder: Path | None) -> MediaContent:
-    """A video from a list of frames."""
-    if not isinstance(value, (list, tuple)):
-        raise DataError(f"{where}: a video must be a list of frames")
-    frames = [_encoded(frame, f"{where} frame {number}", folder) for number, frame in enumerate(value)]
-    return MediaContent.of("video", frames, 1.0)
-
-
-def _encoded(value: Any, where: str, folder: Path | None) -> bytes:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError(f"{where}: images need Pillow; pip install headwater[vision]") from error
-    stream = io.BytesIO()
-    try:
-        opened = value if isinstance(value, Image.Image) else Image.open(_image_stream(value, where, folder))
-        opened.convert("RGB").save(stream, "png")
-    except OSError as error:
-        raise DataError(f"{where}: not a readable image ({error}); fix or remove it") from error
-    return stream.getvalue()
-
-
-def _image_stream(value: Any, where: str, folder: Path | None) -> io.BytesIO | Path:
+    ``where`` is its place in the data, for messages. Relative paths start at ``folder``, or at the working directory.
+    """
+    settings = settings or MediaSettings()
     if isinstance(value, Mapping):
-        # The layout of datasets.Image: where both are given, the path is only the name of the original file.
-        value = value.get("bytes") or value.get("path")
+        value, settings = _unwrapped(value, _IMAGE_KEYS, where, settings)
+    source = _source(value, where, folder, settings, "image")
+
+    def load() -> MediaContent:
+        return MediaContent.of("image", [encode_picture(_pixels_or_file(source, where), where, settings.limits)])
+
+    return load() if cache is None else cache.get(("image", settings.limits, _key(source)), load)
+
+
+def load_video(
+    value: Any,
+    where: str,
+    folder: Path | None,
+    settings: MediaSettings | None = None,
+    cache: MediaCache | None = None,
+) -> MediaContent:
+    """A video from a list of frames, an array of frames, ``{"frames": [...], "fps": 2}``, or a file.
+
+    Frames that are given are taken as they are, at ``fps`` or else at ``data.video_frames_per_s``.
+    """
+    settings = settings or MediaSettings()
+    frames_per_s = settings.rate.frames_per_s
+    if isinstance(value, Mapping):
+        if value.get("fps") is not None:
+            frames_per_s = _rate(value["fps"], where)
+            settings = replace(settings, rate=replace(settings.rate, frames_per_s=frames_per_s))
+        value, settings = _unwrapped(value, _VIDEO_KEYS, where, settings)
+    if isinstance(value, (list, tuple)) or _is_array(value):
+        if len(value) == 0:
+            raise DataError(f"{where}: the video has no frames; add frames, or remove it")
+        kept = evenly(len(value), settings.rate.max_frames)
+        frames = [load_image(value[each], f"{where} frame {each}", folder, settings, cache) for each in kept]
+        return MediaContent.of("video", [frame.frames[0] for frame in frames], frames_per_s * len(kept) / len(value))
     if isinstance(value, str) and value.startswith("data:"):
-        value = _decode_data_url(value, where)
-    if isinstance(value, bytes):
-        return io.BytesIO(value)
+        raise DataError(f"{where}: a video in a data URL is not supported; give a path, or a list of frames")
+    source = _source(value, where, folder, settings, "video")
+
+    def load() -> MediaContent:
+        data = _pixels_or_file(source, where)
+        if not isinstance(data, bytes):
+            raise DataError(f"{where}: one image is not a video; give a list of frames")
+        images, rate = decode_video(data, where, settings.rate)
+        return MediaContent.of("video", [encode_picture(each, where, settings.limits) for each in images], rate)
+
+    return load() if cache is None else cache.get(("video", settings.limits, settings.rate, _key(source)), load)
+
+
+def _unwrapped(
+    value: Mapping[str, Any], keys: Sequence[str], where: str, settings: MediaSettings
+) -> tuple[Any, MediaSettings]:
+    """What an object holds, with its own limits. The layout of ``datasets.Image`` is one of these: where both bytes and
+    a path are given, the path is only the name of the original file."""
+    for key in _REFUSED_KEYS:
+        if value.get(key) is not None:
+            raise DataError(
+                f"{where}: {key} is not supported; remove it, and set data.max_image_pixels or data.video_frames_per_s"
+            )
+    limits = {name: value[name] for name in ("min_pixels", "max_pixels") if value.get(name) is not None}
+    for name, limit in limits.items():
+        if not isinstance(limit, int) or limit < 1:
+            raise DataError(f"{where}: {name} = {limit!r}; must be a whole number >= 1, or be left out")
+    if limits:
+        settings = replace(settings, limits=replace(settings.limits, **limits))
+    held = next((value[key] for key in keys if value.get(key) is not None), None)
+    return (held.get("url") if isinstance(held, Mapping) else held), settings
+
+
+def _rate(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise DataError(f"{where}: fps = {value!r}; must be a number of frames per second above 0")
+    return float(value)
+
+
+def _source(value: Any, where: str, folder: Path | None, settings: MediaSettings, kind: str) -> bytes | Path | Image:
+    """Where the pixels are: in encoded bytes, in a file, or decoded already."""
+    import_pillow(where)
+    from PIL import Image
+
+    if isinstance(value, str) and value.startswith("data:"):
+        return _decode_data_url(value, where)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
     if isinstance(value, (str, Path)):
-        return _existing_file(str(value), where, folder)
+        return _existing_file(str(value), where, folder, settings)
+    if isinstance(value, Image.Image):
+        return value
+    if _is_array(value):
+        return _from_array(value, where)
     hint = "give a path, a data URL, {'bytes': ...}, {'path': ...} or a Pillow image"
-    raise DataError(f"{where}: a {type(value).__name__} is not an image; {hint}")
+    raise DataError(f"{where}: a {type(value).__name__} is not {'an image' if kind == 'image' else 'a video'}; {hint}")
+
+
+def _key(source: bytes | Path | Image) -> Hashable:
+    """What tells a source from others: of a file its path, size and time, of everything else a hash."""
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).digest()
+    if isinstance(source, Path):
+        status = source.stat()
+        return str(source), status.st_mtime_ns, status.st_size
+    return source.mode, source.size, hashlib.sha256(source.tobytes()).digest()
+
+
+def _pixels_or_file(source: bytes | Path | Image, where: str) -> bytes | Image:
+    if not isinstance(source, Path):
+        return source
+    try:
+        if (size := source.stat().st_size) > MAX_FILE_BYTES:
+            raise DataError(f"{where}: {source} has {size} bytes, more than {MAX_FILE_BYTES}; make the file smaller")
+        return source.read_bytes()
+    except OSError as error:
+        raise DataError(f"{where}: {source} cannot be read ({error}); check the file") from error
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array_interface__") and hasattr(value, "shape")
+
+
+def _from_array(value: Any, where: str) -> Image:
+    from PIL import Image
+
+    shape, kind = tuple(value.shape), str(value.dtype)
+    if kind != "uint8" or not (len(shape) == 2 or (len(shape) == 3 and shape[2] in (3, 4))):
+        raise DataError(
+            f"{where}: an array of {kind} with the shape {shape} is not an image; give uint8 values with the shape "
+            "(height, width) or (height, width, 3)"
+        )
+    return Image.fromarray(value)
 
 
 def _decode_data_url(url: str, where: str) -> bytes:
@@ -137,15 +313,44 @@ def _decode_data_url(url: str, where: str) -> bytes:
         raise DataError(f"{where}: the base64 text of the data URL is damaged ({error}); write it again") from error
 
 
-def _existing_file(name: str, where: str, folder: Path | None) -> Path:
+def _existing_file(name: str, where: str, folder: Path | None, settings: MediaSettings) -> Path:
     if "://" in name:
         url = urlsplit(name)
         if url.scheme != "file" or url.netloc not in ("", "localhost"):
-            raise DataError(f"{where}: {name!r} is not read over the network; download it and give its path")
+            return _fetched(name, where, settings)
         name = unquote(url.path)
+    if not settings.allow_files:
+        raise DataError(f"{where}: {name[:80]!r} is not read from the disk of this machine; send a data URL")
     tried: Sequence[Path] = [start / Path(name).expanduser() for start in (folder, Path()) if start is not None]
-    for path in tried:
-        if path.is_file():
-            return path
-    looked = " and ".join(str(path) for path in tried)
+    try:
+        for path in tried:
+            if path.is_file():
+                return path
+    except OSError as error:  # for example a name that is too long, because it is not a path
+        raise DataError(
+            f"{where}: {name[:80]!r} is not a path ({error.strerror}); give a path or a data URL"
+        ) from error
+    looked = " and ".join(str(path)[:200] for path in tried)
     raise DataError(f"{where}: no such file: {looked}; relative paths start at the data file's folder")
+
+
+def _fetched(url: str, where: str, settings: MediaSettings) -> Path:
+    """A copy of a file elsewhere. The copy is looked up at its source once per process and URL."""
+    if not settings.allow_remote or url.startswith("file:"):
+        raise DataError(
+            f"{where}: {url!r} is not read over the network; download it and give its path, or set "
+            "data.allow_remote_media=true"
+        )
+    from headwater.data.remote import fetch_file  # most rows have local files
+
+    with _fetching:
+        if url not in _copies or not _copies[url].is_file():
+            try:
+                _copies[url] = fetch_file(url, cache_dir() / "media")
+            except DataError as error:
+                raise DataError(f"{where}: {error}") from error
+        return _copies[url]
+
+
+_copies: dict[str, Path] = {}
+_fetching = threading.Lock()

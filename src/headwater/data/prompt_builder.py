@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.chat.messages import Message, read_messages, split_placeholders, without_nones
@@ -20,7 +20,7 @@ from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, MediaProcessor
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
-from headwater.data.media import load_image, load_video, place_media, take_inline_media
+from headwater.data.media import MediaCache, MediaSettings, load_image, load_video, place_media, take_inline_media
 from headwater.data.row_store import PlacedRow
 
 ToolsOfRow = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Mapping[str, Any]]]
@@ -40,6 +40,7 @@ class PromptBuilder:
     """For rows with images or videos; None if the model takes only text."""
     tools: ToolsOfRow | None = None
     """The tools that a row offers to the model; None if the run has none. Worker processes receive a copy."""
+    cache: MediaCache = field(default_factory=MediaCache, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.tools is not None and "tools" in self.config.chat_template_args:
@@ -135,13 +136,18 @@ class PromptBuilder:
         if not any(values.values()):
             return messages, []
         if self.processor is None:
+            _, where = next(item for kind in keys for item in values[kind])
             raise DataError(
-                f"{placed.place}: the row has images or videos, but no processor was loaded; "
-                "use a vision model, or remove the column"
+                f"{where}: the model takes only text; use a vision model in model.path, or remove the images and videos"
             )
-        images = [load_image(value, where, placed.folder) for value, where in values["image"]]
-        videos = [load_video(value, where, placed.folder) for value, where in values["video"]]
-        return with_parts, images + videos
+        settings = MediaSettings.of(self.config)
+        loaders = {"image": load_image, "video": load_video}
+        contents = [
+            loaders[kind](value, where, placed.folder, settings, self.cache)
+            for kind in keys
+            for value, where in values[kind]
+        ]
+        return with_parts, contents
 
     def _render(self, messages: list[Message], schemas: Sequence[Mapping[str, Any]], place: str) -> str:
         owner = self.tokenizer if self.processor is None else self.processor.template

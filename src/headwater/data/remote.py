@@ -128,6 +128,12 @@ def fetch(url: str, folder: Path) -> tuple[Path, ...]:
     return tuple(_copy(system, str(each), url, folder) for each in found)
 
 
+def fetch_file(url: str, folder: Path) -> Path:
+    """A copy of the one file that ``url`` names. Signs such as ``[`` and ``?`` in it have no meaning."""
+    system, path = _open(url)
+    return _copy(system, str(path), url, folder)
+
+
 def _open(url: str) -> tuple[Any, str]:
     import fsspec
 
@@ -142,7 +148,7 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _copy(system: Any, path: str, url: str, folder: Path) -> Path:
-    name = Path(urlsplit(path).path).name
+    name = Path(urlsplit(path).path).name or "file"
     home = folder / hashlib.blake2b(f"{url}\n{path}".encode(), digest_size=12).hexdigest()
     copy, note = home / name, home / "version.json"
     try:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from headwater.config.paths import is_file
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
+from headwater.core.media import MediaProcessor
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.data.measure import choose_num_workers, measure_lengths
@@ -45,7 +46,7 @@ class RLHFDataset:
         split: Split = "train",
         seed: int = 0,
         num_rows: int | None = None,
-        processor: Any = None,
+        processor: MediaProcessor | None = None,
         tools: ToolsOfRow | None = None,
     ) -> None:
         """``num_rows`` and ``seed`` apply to tasks, which generate rows; files and dataset objects are used whole.
@@ -134,9 +135,10 @@ class RLHFDataset:
         num_rows, limit, overlong = len(self._chosen), self._config.max_prompt_tokens, self._config.truncation
         if overlong not in ("filter", "error"):
             return self._chosen
-        num_workers = choose_num_workers(self._config.num_filter_workers, num_rows)
+        has_media = self._builder.processor is not None
+        num_workers = choose_num_workers(self._config.num_filter_workers, num_rows, has_media)
         lengths = measure_lengths(
-            lambda place: self._read_row(self._chosen[place]), num_rows, self._builder, num_workers
+            lambda place: self._read_row(self._chosen[place]), num_rows, self._builder, num_workers, has_media
         )
         kept = [number for number, length in zip(self._chosen, lengths, strict=True) if length <= limit]
         if overlong == "error" and len(kept) < num_rows:

@@ -42,7 +42,7 @@ class MetricsRecord:
 
 class RunDirectory:
     """``runs/<name>/``: config.yaml, run_id, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png,
-    tokens.parquet, the folders rollouts, eval and checkpoints, and trace.json if ``trainer.trace`` is set."""
+    tokens.parquet, the folders rollouts, eval, media and checkpoints, and trace.json if ``trainer.trace`` is set."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,6 +141,11 @@ class RunDirectory:
     def tokens_file(self) -> Path:
         """The bytes of every token of the vocabulary, so that rollouts can be shown without the model's tokenizer."""
         return self.path / "tokens.parquet"
+
+    @property
+    def media(self) -> Path:
+        """Images and videos of rollouts, each once (``observe/media_store.py``)."""
+        return self.path / "media"
 
     @property
     def curve_file(self) -> Path:

@@ -6,6 +6,8 @@ A function receives what it names. These signatures work, and so does any select
     def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **settings)          # lists
     def reward(prompts, completions, **columns)                                                     # lists
 
+A function that has a parameter ``images`` or ``videos`` receives those of the conversation.
+
 Both the process that trains and the reward workers use this file, so it imports nothing heavy.
 """
 
@@ -33,6 +35,8 @@ _DEFAULT_FUNCTION = "compute_score"
 ROW_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What a function with ``**settings`` receives."""
 BATCH_NAMES = ("prompts", "completions")
+MEDIA_NAMES = ("images", "videos")
+"""What the conversation shows: Pillow images, and videos as lists of these. A column of the same name comes first."""
 _QUESTION = "question"
 """A column that every row has: the prompt's last user message, unless the data has a column of this name."""
 PLURALS = {name: f"{name}s" for name in ROW_NAMES}
@@ -152,6 +156,8 @@ class ScoringFunction:
             taken |= {name: value for name, value in prompt.columns.items() if name in wanted}
         if _QUESTION in signature.columns and taken.get(_QUESTION) is None:
             taken[_QUESTION] = _asked(prompt)
+        for name in signature.columns.intersection(MEDIA_NAMES) - taken.keys():
+            taken[name] = _shown(episode, name)
         return taken
 
     def one_call(self, episodes: Sequence[ScorableEpisode]) -> dict[str, Any]:
@@ -171,6 +177,14 @@ def _check_settings(function: ScoreFunction, settings: Mapping[str, Any], settin
     defaults = {name: each.default for name, each in inspect.signature(function).parameters.items()}
     for name, reason in broken_rules(get_type_hints(function, include_extras=True), defaults, settings):
         raise RewardFailed(f"{setting}: its setting {name} = {settings[name]!r}: {reason}", cause="bad_arguments")
+
+
+def _shown(episode: ScorableEpisode, name: str) -> list[Any]:
+    """The images or videos of the conversation. An answer that is scored alone has those of the prompt."""
+    items = [each.content for each in getattr(episode, "media", episode.prompt.media)]
+    if name == "images":
+        return [content.images()[0] for content in items if content.kind == "image"]
+    return [content.images() for content in items if content.kind == "video"]
 
 
 def _asked(prompt: Prompt) -> str:
@@ -290,7 +304,7 @@ class Signature:
         """Raise ``RewardFailed`` if the row lacks a column that the function requires."""
         missing = [name for name in self.required if name not in prompt.columns]
         if missing:
-            known = [*ROW_NAMES, "messages", _QUESTION, *BATCH_NAMES, *prompt.columns]
+            known = [*ROW_NAMES, "messages", _QUESTION, *MEDIA_NAMES, *BATCH_NAMES, *prompt.columns]
             raise RewardFailed(
                 f"{self.where}: nothing provides its parameter {missing[0]!r} for row {prompt.uid}; "
                 f"{nearest(missing[0], known)}; rename it, give it a default, or set reward.function_args.{missing[0]}",
@@ -326,7 +340,7 @@ def read_signature(function: Callable[..., Any], settings: Mapping[str, Any], se
     return Signature(
         names=frozenset(names - settings.keys()),
         columns=frozenset(columns),
-        required=tuple(name for name in no_default if name != _QUESTION),
+        required=tuple(name for name in no_default if name not in (_QUESTION, *MEDIA_NAMES)),
         takes_rest=takes_rest and is_batched and not is_plural,
         is_batched=is_batched,
         plural=plural,

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from headwater.core.errors import RunError
+from headwater.core.media import MediaContent
 from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
+from headwater.observe.media_store import media_to_json, placed_from_json
 from headwater.rollout.flight import Dispatch, requests_from_json, requests_to_json
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.ledger import LedgerCounts
@@ -17,6 +19,9 @@ from headwater.rollout.staleness import Finished, RolloutCounts
 
 DrawAgain = Callable[[int, int], PromptDraw]
 """From ``(index, epoch)`` to the draw that was made there."""
+ReadContent = Callable[[Mapping[str, Any]], MediaContent]
+"""From the record of an image or video (``MediaStore``) to its content."""
+_MEDIA = "media"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,12 @@ class RolloutSnapshot:
     finished: tuple[Finished, ...] = ()
     """Complete groups; these are kept."""
 
+    def contents(self) -> list[MediaContent]:
+        """The images and videos of the complete groups. ``to_json`` has only their digests, so store them beside it."""
+        trajectories = (each for finished in self.finished for each in finished.group.trajectories)
+        found = (item.content for each in trajectories for item in each.media)
+        return list({content.digest: content for content in found}.values())
+
     def to_json(self) -> str:
         return json.dumps(
             {
@@ -40,13 +51,14 @@ class RolloutSnapshot:
         )
 
     @classmethod
-    def from_json(cls, text: str, again: DrawAgain) -> RolloutSnapshot:
+    def from_json(cls, text: str, again: DrawAgain, content_of: ReadContent | None = None) -> RolloutSnapshot:
+        """``content_of`` gives the contents back that were stored; a snapshot without media needs none."""
         read = json.loads(text)
         return cls(
             cursor=read["cursor"],
             ledger=read["ledger"],
             in_flight=tuple(_dispatch_from_json(each, again) for each in read["in_flight"]),
-            finished=tuple(_finished_from_json(each, again) for each in read["finished"]),
+            finished=tuple(_finished_from_json(each, again, content_of) for each in read["finished"]),
         )
 
 
@@ -84,18 +96,28 @@ def _finished_to_json(finished: Finished) -> dict[str, Any]:
         "requests": requests_to_json(finished.requests),
         "baseline": finished.group.baseline,
         "num_lost": finished.group.num_lost,
-        "trajectories": [
-            {field.name: to_json_safe(getattr(each, field.name)) for field in fields(Trajectory) if field.init}
-            for each in finished.group.trajectories
-        ],
+        "trajectories": [_trajectory_to_json(each) for each in finished.group.trajectories],
     }
 
 
-def _finished_from_json(read: Mapping[str, Any], again: DrawAgain) -> Finished:
+def _trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    names = [field.name for field in fields(Trajectory) if field.init and field.name != _MEDIA]
+    media = {_MEDIA: media_to_json(trajectory.media)} if trajectory.media else {}
+    return {**{name: to_json_safe(getattr(trajectory, name)) for name in names}, **media}
+
+
+def _trajectory_from_json(read: Mapping[str, Any], content_of: ReadContent | None) -> Trajectory:
+    values = {name: from_json_safe(value) for name, value in read.items() if name != _MEDIA}
+    records = read.get(_MEDIA, ())
+    if records and content_of is None:
+        raise RunError("a rollout of the checkpoint has images or videos, and nothing tells where they are stored")
+    media = tuple(placed_from_json(each, content_of(each)) for each in records if content_of is not None)
+    return Trajectory(**values, media=media)
+
+
+def _finished_from_json(read: Mapping[str, Any], again: DrawAgain, content_of: ReadContent | None) -> Finished:
     dispatch = _dispatch_from_json(read["dispatch"], again)
-    trajectories = tuple(
-        Trajectory(**{name: from_json_safe(value) for name, value in each.items()}) for each in read["trajectories"]
-    )
+    trajectories = tuple(_trajectory_from_json(each, content_of) for each in read["trajectories"])
     requests = requests_from_json(read["requests"])
     group = Group(dispatch.draw.prompt, trajectories, read["baseline"], read["num_lost"])
     return Finished(dispatch, group, read["version"], read["oldest"], requests)

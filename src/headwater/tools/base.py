@@ -46,8 +46,9 @@ class ToolResponse:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that are recorded with the episode."""
     image: Any = None
-    """As in verl. Results can only be text, so a response with images or videos is a counted failure."""
+    """An image that the model is shown, or a list of them: Pillow images, encoded bytes, data URLs or paths."""
     video: Any = None
+    """A video as a list of such images, or a list of videos."""
 
 
 class BaseTool:
@@ -71,7 +72,7 @@ class BaseTool:
         """Begin an episode. ``kwargs`` are the row's ``create_kwargs``."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
-        """Answer one call: text, ``(text, reward, metrics)``, or a ``ToolResponse``.
+        """Answer one call: text, a Pillow image, ``(text, reward, metrics)``, or a ``ToolResponse``.
 
         ``parameters`` match the schema. ``kwargs`` are the row's ``execute_kwargs``.
         """

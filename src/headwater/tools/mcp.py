@@ -10,7 +10,7 @@ from headwater.config.constraints import AtLeast, MoreThan
 from headwater.core.errors import ConfigError
 from headwater.core.registry import nearest
 from headwater.tools import TOOLS
-from headwater.tools.base import BaseTool, ToolError
+from headwater.tools.base import BaseTool, ToolError, ToolResponse
 from headwater.tools.mcp_connection import EpisodeConnections, McpConnection, RestartedServer, ServerAddress
 from headwater.tools.results import BadResult
 
@@ -158,8 +158,8 @@ class _SharedTool(BaseTool):
         self._server = server
         self._remote_name = name
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
-        return _text(await self._server.call(self._remote_name, parameters))
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
+        return _response(await self._server.call(self._remote_name, parameters))
 
 
 class _EpisodeTool(BaseTool):
@@ -171,19 +171,20 @@ class _EpisodeTool(BaseTool):
     async def create(self, instance_id: str, **kwargs: Any) -> None:
         await self._server.acquire(instance_id)
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> str:
-        return _text(await self._server.call(instance_id, self._remote_name, parameters))
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> ToolResponse:
+        return _response(await self._server.call(instance_id, self._remote_name, parameters))
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         await self._server.release(instance_id)
 
 
-def _text(result: Any) -> str:
-    """The text of a result. An error of the server's tool becomes ``ToolError``."""
+def _response(result: Any) -> ToolResponse:
+    """The text and images of a result. An error of the server's tool becomes ``ToolError``."""
     texts = [block.text for block in result.content if getattr(block, "type", "") == "text"]
-    others = sorted({str(getattr(block, "type", "?")) for block in result.content} - {"text"})
+    images = [f"data:;base64,{block.data}" for block in result.content if getattr(block, "type", "") == "image"]
+    others = sorted({str(getattr(block, "type", "?")) for block in result.content} - {"text", "image"})
     if result.is_error:
         raise ToolError("\n".join(texts) or "the tool failed")
-    if others and not texts:
-        raise BadResult(f"returned only {', '.join(others)}; results can only be text")
-    return "\n".join(texts)
+    if others and not texts and not images:
+        raise BadResult(f"returned only {', '.join(others)}; results can only be text and images")
+    return ToolResponse("\n".join(texts), image=images or None)

@@ -7,47 +7,89 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from headwater.core.errors import DataError
+from headwater.core.media import MediaContent
 from headwater.core.records import is_reward
 from headwater.core.tool_calls import ToolResult
+from headwater.data.media import MediaSettings, load_image, load_video
+from headwater.data.message_media import has_media, load_message_media, take_message_media
 
 
 class BadResult(Exception):
     """A tool returned something that cannot be given to the model. The text says what."""
 
 
-def read_result(value: Any) -> ToolResult:
-    """The result of a call from text, ``(text, reward, metrics)``, or an object with ``text``.
+def read_result(value: Any, settings: MediaSettings | None = None) -> ToolResult:
+    """The result of a call from text, a Pillow image, ``(text, reward, metrics)``, or an object with ``text``.
 
-    Numbers, lists and dicts become JSON. ``BadResult`` for anything else.
+    A list of message parts with images, as in OpenAI's API, is text and images. Numbers, other lists and dicts become
+    JSON. ``BadResult`` for anything else. ``settings`` limit the size of images.
     """
+    if isinstance(value, ToolResult):  # of a tool in another process
+        return value
     if isinstance(value, tuple):
-        return _from_tuple(value)
+        return _from_tuple(value, settings)
+    try:
+        if _is_picture(value):
+            return ToolResult("", media=(load_image(value, "the image", None, settings),))
+        if isinstance(value, list) and has_media([{"content": value}]):
+            return _from_parts(value, settings)
+        media = _attached(value, settings)
+    except DataError as error:
+        raise BadResult(f"returned media that cannot be read ({error})") from error
     reward, metrics = getattr(value, "reward", None), getattr(value, "metrics", None)
-    if not isinstance(value, str) and isinstance(getattr(value, "text", None), str):
-        return ToolResult(_text(value), _reward(reward), _metrics(metrics))
+    if not isinstance(value, str) and (media or isinstance(getattr(value, "text", None), str)):
+        return ToolResult(_text(value) if value.text else "", _reward(reward), _metrics(metrics), media=media)
     return ToolResult(_text(value))
 
 
-def _from_tuple(value: tuple[Any, ...]) -> ToolResult:
+def _is_picture(value: Any) -> bool:
+    """Whether ``value`` is an image of Pillow, without importing Pillow."""
+    return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
+
+
+def _from_parts(parts: list[Any], settings: MediaSettings | None) -> ToolResult:
+    told = [{"role": "tool", "content": parts}]
+    # What a service returned must not name files of this machine.
+    messages = load_message_media(told, "the result", settings=settings, may_read_files=False)
+    _, contents = take_message_media(messages)
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    return ToolResult("\n".join(texts), media=tuple(contents))
+
+
+def _attached(value: Any, settings: MediaSettings | None) -> tuple[MediaContent, ...]:
+    """The images and videos of a response object, such as ``ToolResponse`` or that of verl."""
+    if isinstance(value, (str, bool, int, float, list, Mapping)):
+        return ()
+    images, videos = getattr(value, "image", None), getattr(value, "video", None)
+    if images is not None and not isinstance(images, (list, tuple)):
+        images = [images]
+    if videos and not isinstance(videos[0], (list, tuple)):
+        videos = [videos]
+    return (
+        *(load_image(each, f"image[{number}]", None, settings) for number, each in enumerate(images or ())),
+        *(load_video(each, f"video[{number}]", None, settings) for number, each in enumerate(videos or ())),
+    )
+
+
+def _from_tuple(value: tuple[Any, ...], settings: MediaSettings | None) -> ToolResult:
     if not 1 <= len(value) <= 3:
         raise BadResult(f"returned a tuple of {len(value)} values; return (text, reward, metrics)")
     response, reward, metrics = (*value, None, None)[:3]
     if isinstance(response, tuple):
         raise BadResult("returned a tuple inside a tuple; return (text, reward, metrics)")
-    inner = read_result(response)
+    inner = read_result(response, settings)
     return ToolResult(
         inner.text,
         inner.reward if reward is None else _reward(reward),
         {**inner.metrics, **_metrics(metrics)},
+        media=inner.media,
     )
 
 
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    for kind in ("image", "video"):
-        if getattr(value, kind, None):
-            raise BadResult(f"returned a response with {kind}; results can only be text")
     text = getattr(value, "text", None)
     if isinstance(text, str):
         return text

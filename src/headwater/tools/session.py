@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from headwater.core.errors import RewardFailed
 from headwater.core.records import REWARD_RULE, Prompt, is_reward
 from headwater.core.registry import nearest
 from headwater.core.tool_calls import MalformedCall, ToolCall, ToolFailure, ToolResult
+from headwater.data.media import MediaSettings
 from headwater.tools.base import ToolError, ToolUnavailable
 from headwater.tools.loaded import LoadedTool
 from headwater.tools.results import BadResult, read_result
@@ -31,12 +33,16 @@ class ToolSession:
     and was not cancelled had a regular result.
     """
 
-    def __init__(self, tools: Mapping[str, LoadedTool], prompt: Prompt, totals: Counter[str]) -> None:
+    def __init__(
+        self, tools: Mapping[str, LoadedTool], prompt: Prompt, totals: Counter[str], media: MediaSettings | None = None
+    ) -> None:
+        """``media`` says how images and videos are read; None if the model takes only text."""
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         """Time that calls took, including the wait for a free slot."""
         self._tools = tools
         self._totals = totals
+        self._media = media
         episode_id = f"{prompt.uid}-{uuid.uuid4().hex}"
         self._instances = {
             name: _Instance(tool, prompt.tools_kwargs.get(name, {}), episode_id, self._add)
@@ -109,13 +115,15 @@ class ToolSession:
         text, is_cut = cutting.cut(result.text)
         if is_cut:
             self._add("truncated")
-        return ToolResult(text, result.reward, result.metrics, result.failure)
+        return replace(result, text=text)
 
     async def _attempt(self, loaded: LoadedTool, call: ToolCall) -> ToolResult:
         name, timeout_s = loaded.name, loaded.limits.timeout_s
         try:
             arguments = loaded.schema.check(call.arguments)
-            result = read_result(await self._instances[name].execute(arguments))
+            result = read_result(await self._instances[name].execute(arguments), self._media)
+            if result.media and self._media is None:
+                raise BadResult("returned an image or a video, and the model takes only text; return text")
             loaded.note_available()
             return result
         except WrongArguments as error:

@@ -23,6 +23,7 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import nearest
 from headwater.core.waits import wait_for_future
+from headwater.data.media import MediaSettings
 from headwater.tools.config import ToolEntry, read_entries
 from headwater.tools.loaded import LoadedTool, MadeTool
 from headwater.tools.making import ToolMaker
@@ -61,26 +62,34 @@ class Toolbox:
         tokenizer: Tokenizer,
         tools: Sequence[Any] = (),
         maker: MakesTools | None = None,
+        media: MediaSettings | None = None,
     ) -> None:
         """``tools`` are objects, classes and functions, in addition to those that ``config`` names. ``maker`` makes all
-        of them elsewhere than in this process."""
+        of them elsewhere than in this process. ``media`` says how images and videos of results are read; None if the
+        model takes only text."""
         self.counts: Counter[str] = Counter()
         """Calls and failures of all sessions; see ``ToolSession.counts``."""
         self._maker = maker or ToolMaker(config, sandbox)
         made = run_apart(self._maker.make(read_entries(config, tools)), "starting the tools", self._maker.start_limit_s)
         self._tools = _by_name(made, ResultText(tokenizer))
         self._is_closed = False
+        self._media = media
         self.offered = OfferedTools({name: loaded.schema.as_dict() for name, loaded in self._tools.items()})
         """Which tools a row offers to the model. Prompts are rendered with it, also in other processes."""
 
     @classmethod
     def from_config(
-        cls, config: ToolsConfig, sandbox: SandboxConfig, tokenizer: Tokenizer, maker: MakesTools | None = None
+        cls,
+        config: ToolsConfig,
+        sandbox: SandboxConfig,
+        tokenizer: Tokenizer,
+        maker: MakesTools | None = None,
+        media: MediaSettings | None = None,
     ) -> Toolbox | None:
         """The tools of a recipe, asked whether they work; None if the recipe has no tools."""
         if not config.use and not config.config:
             return None
-        toolbox = cls(config, sandbox, tokenizer, maker=maker)
+        toolbox = cls(config, sandbox, tokenizer, maker=maker, media=media)
         try:
             toolbox.check()
         except BaseException:
@@ -134,7 +143,7 @@ class Toolbox:
     async def open(self, prompt: Prompt) -> AsyncIterator[ToolSession]:
         """The tools of one episode. Leaving the block releases them, also after an error or a cancellation."""
         self.check_row(prompt)
-        session = ToolSession(self._selected(prompt), prompt, self.counts)
+        session = ToolSession(self._selected(prompt), prompt, self.counts, self._media)
         try:
             yield session
         finally:

@@ -17,6 +17,7 @@ from headwater.core.errors import ConfigError, DamagedCheckpoint, DiskFull, Head
 from headwater.core.protocols import Learner, SavedLater
 from headwater.core.waits import wait_for_future
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
+from headwater.observe.media_store import MediaStore
 from headwater.observe.run_directory import RunDirectory, saved_steps, set_aside
 from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
 
@@ -30,6 +31,9 @@ WRITE_LIMIT_S = 6 * 3600.0
 """Limit for writing and uploading one checkpoint. A large one on a slow network takes long."""
 
 _DEFAULT_METRIC = "eval/reward/mean"
+
+MEDIA_FOLDER = "media"
+"""Folder of a checkpoint with the images and videos of ``rollouts.json``."""
 
 ADAPTERS = " adapters "
 """In the text that the ledger has of trained weights: between the merged weights and what was trained."""
@@ -87,7 +91,8 @@ class Checkpoints:
     """Folders such as ``checkpoints/step_000100/``.
 
     The learner writes ``model/`` (Hugging Face format), ``train/`` (trained weights and optimiser) and ``critic/``.
-    ``state.json`` holds the trainer's state, and ``rollouts.json`` the prompts and rollouts that are ahead of it.
+    ``state.json`` holds the trainer's state, and ``rollouts.json`` the prompts and rollouts that are ahead of it, whose
+    images and videos are in ``media/``.
     ``manifest.json`` is written last and has the checksum of every other file.
     """
 
@@ -166,6 +171,10 @@ class Checkpoints:
             rest = {field.name: getattr(state, field.name) for field in fields(state) if field.name != "rollouts"}
             (temporary / "state.json").write_text(json.dumps(rest), encoding="utf-8")
             (temporary / "rollouts.json").write_text(state.rollouts.to_json(), encoding="utf-8")
+            # Not in the run's own store, because a checkpoint may be copied without the rest of the run.
+            store = MediaStore(temporary / MEDIA_FOLDER)
+            for content in state.rollouts.contents():
+                store.add(content)
             seal(temporary)
             temporary.replace(target)
         kept = self._kept()
@@ -340,7 +349,8 @@ def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
     """``again`` draws the prompts of rollouts that were not trained on yet."""
     try:
         rest = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        rollouts = RolloutSnapshot.from_json((checkpoint / "rollouts.json").read_text(encoding="utf-8"), again)
+        text = (checkpoint / "rollouts.json").read_text(encoding="utf-8")
+        rollouts = RolloutSnapshot.from_json(text, again, MediaStore(checkpoint / MEDIA_FOLDER).read)
         return TrainerState(rollouts=rollouts, **rest)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpoint(

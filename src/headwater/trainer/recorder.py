@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from headwater.core.errors import RunError
 from headwater.core.records import Prompt, Trajectory
 from headwater.core.waits import wait_until
+from headwater.observe.media_store import MediaStore
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
 from headwater.observe.spans import Spans, StageClock
@@ -75,6 +76,7 @@ class Recorder:
         self._spans = spans
         self._trace = trace
         self._trace_file = run.free_trace_file()
+        self._media = MediaStore(run.media)
         self._save_rollouts_every_steps = save_rollouts_every_steps
         self._num_left_out = num_left_out
         self._facts = facts
@@ -170,7 +172,7 @@ class Recorder:
     def _write_rollouts(self, step: int, batch: RolloutBatch, token_columns: Mapping[str, Tensor]) -> None:
         rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
         path = self._run.free_file("rollouts", f"step_{step:06d}", ".parquet")
-        write_rollouts(path, step, rollouts, token_columns)
+        write_rollouts(path, step, rollouts, token_columns, self._media)
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))
@@ -191,7 +193,7 @@ class Recorder:
         """Write the responses of one batch of an evaluation. Batches after the first have a number in their names."""
         part = f"_part_{number + 1:03d}" if number else ""
         path = self._run.free_file("eval", f"step_{step:06d}{part}", ".parquet")
-        write_rollouts(path, step, rollouts, token_columns)
+        write_rollouts(path, step, rollouts, token_columns, self._media)
 
     def evaluations(self) -> list[tuple[int, Mapping[str, float]]]:
         """The steps and metrics of the evaluations of this run that are valid."""

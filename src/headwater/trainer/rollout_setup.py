@@ -20,6 +20,7 @@ from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine
 from headwater.core.records import DropKind, Prompt, SamplingParams, Trajectory
 from headwater.core.registry import blaming, is_path
 from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
+from headwater.data.media import MediaSettings
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
@@ -119,9 +120,10 @@ def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> 
     if prompt.media and not can.media and not is_path(workflow):
         raise ConfigError(
             [
-                f"{key}: row {prompt.uid} has images or videos, which rollout.backend = "
-                f"{config.rollout.backend} cannot take; remove them from the data (data.image_key, data.video_key), or "
-                f"set rollout.workflow = {workflow} to your own class, which uses them itself"
+                f"{key}: row {prompt.uid} has images or videos, which rollout.backend = {config.rollout.backend} "
+                f"cannot take with model.path = {config.model.path}; use a vision model and a backend that takes "
+                "images, such as embedded, remove them from the data (data.image_key, data.video_key), or set "
+                f"rollout.workflow = {workflow} to your own class, which uses them itself"
             ]
         )
 
@@ -192,7 +194,9 @@ def _build(
     spans = Spans(trace)
     tokenizer = load_tokenizer(model_path, chat_template=config.model.chat_template)
     processor = load_processor(model_path, config.model.chat_template)
-    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, remote.tools)
+    media = MediaSettings.of(config.data)
+    shown = media if processor is not None else None
+    toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, remote.tools, shown)
     if toolbox is not None:
         after_failure.callback(toolbox.close_unused)
     parser = make_parser(config.tools.parser, tokenizer) if toolbox is not None else None
@@ -269,6 +273,8 @@ def _build(
             max_prompt_tokens=config.data.max_prompt_tokens,
             tools=toolbox,
             parser=parser,
+            processor=processor,
+            media_settings=media,
         )
         return make_workflow(context)
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from headwater.core.disk import disk_full
 from headwater.core.records import Prompt, TokenArrays, Trajectory
 from headwater.engine.stops import pieces_of
+from headwater.observe.media_store import MediaStore, media_to_json
 from headwater.rollout.group import num_replies, num_turns
 from headwater.trainer.experience import LEARNER_LOGPROBS
 
@@ -105,7 +106,15 @@ def _ended_by(trajectory: Trajectory) -> str | None:
 def _said(message: Mapping[str, Any]) -> str:
     """The content of a message, and its tool calls as JSON."""
     calls = [_to_json(call.get("function", call)) for call in message.get("tool_calls") or ()]
-    return "\n".join([*([str(message.get("content"))] if message.get("content") or not calls else []), *calls])
+    content = message.get("content")
+    return "\n".join([*([_shown(content)] if content or not calls else []), *calls])
+
+
+def _shown(content: Any) -> str:
+    """The text of a message; ``[image]`` and ``[video]`` where it has these."""
+    if not isinstance(content, (list, tuple)):
+        return str(content)
+    return "".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in content)
 
 
 def _to_json(value: object) -> str:
@@ -118,6 +127,7 @@ def write_rollouts(
     step: int,
     rollouts: Sequence[tuple[Prompt, Trajectory]],
     token_columns: Mapping[str, Tensor] = MappingProxyType({}),
+    store: MediaStore | None = None,
 ) -> None:
     """One Parquet row per trajectory: texts for people, and tokens, log-probs, masks and versions for programs.
 
@@ -126,8 +136,13 @@ def write_rollouts(
     is in columns ``reward_<name>``. ``token_columns``, ``[trajectories, response]``, become lists with one value per
     token of prompt and response, 0 in the prompt. ``logprob_gap`` is the largest difference between the learner's
     log-probs and those of the engine. Like the numbers of tokens and calls, it is there so that a reader can sort and
-    filter without the lists.
+    filter without the lists. ``media`` is null, or a JSON list of the images and videos: their kind, digest, files in
+    ``store``, where each is written once, and the blocks of tokens that stand for them.
     """
+    if store is not None:
+        for _, trajectory in rollouts:
+            for item in trajectory.media:
+                store.add(item.content)
     rows = [
         {
             "step": step,
@@ -152,6 +167,8 @@ def write_rollouts(
     table = pa.Table.from_pylist(rows)
     ended_by = pa.array([_ended_by(trajectory) for _, trajectory in rollouts], pa.string())
     table = table.append_column("ended_by", ended_by)
+    media = [_to_json(media_to_json(each.media)) if each.media else None for _, each in rollouts]
+    table = table.append_column("media", pa.array(media, pa.string()))
     infos = [trajectory.reward_info for _, trajectory in rollouts]
     for name in dict.fromkeys(name for info in infos for name in info):
         table = table.append_column(f"reward_{name}", _column([info.get(name) for info in infos]))

@@ -9,7 +9,8 @@
 
 An episode records every token that the model reads and writes, in order. Tokens are only ever appended, so the model's
 next request reads exactly the tokens that the learner trains on later. The episode also keeps loss masks, log-probs,
-policy versions and randomness keys, and limits the length to ``rollout.max_new_tokens``.
+policy versions and randomness keys, and limits the length to ``rollout.max_new_tokens``. Images and videos of the
+prompt, and of messages that the workflow adds, are among the tokens, which are never trained and use up room.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from headwater.chat.render import (
     opens_reasoning,
     render_chat,
 )
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import DataError, RolloutFailed
+from headwater.core.media import Media, MediaContent, MediaProcessor
 from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, RewardManager, Tokenizer
 from headwater.core.randomness import derive_key
 from headwater.core.records import (
@@ -44,6 +46,8 @@ from headwater.core.records import (
     StopReason,
     Trajectory,
 )
+from headwater.data.media import MediaSettings
+from headwater.data.message_media import has_media, load_message_media, take_message_media, with_digests
 
 if TYPE_CHECKING:
     from headwater.chat.parsers import ToolCallParser
@@ -75,6 +79,10 @@ class WorkflowContext:
     """The tools of the run; None if it has none."""
     parser: ToolCallParser | None = None
     """Finds tool calls in the model's messages; None if the run has no tools."""
+    processor: MediaProcessor | None = None
+    """Makes tokens of images and videos; None if the model takes only text."""
+    media_settings: MediaSettings = field(default_factory=MediaSettings)
+    """How images and videos are read, for example how large they may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +113,10 @@ class Episode:
         # Some templates write the tools anew in every turn, so each rendering needs them.
         tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
         self._template_args = {**context.chat_template_args, **tools}
-        self._start(data.prompt.messages, data.prompt.tokens)
+        media = data.prompt.media
+        self._start(with_digests(data.prompt.messages, media), data.prompt.tokens, media)
 
-    def _start(self, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+    def _start(self, messages: Sequence[Message], tokens: Sequence[int], media: Media) -> None:
         self.response: ModelResponse | None = None
         """The engine's last response."""
         self.stop_reason: StopReason = "stop"
@@ -121,7 +130,8 @@ class Episode:
         self._loss_mask: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._append_given(tokens)
+        self._media: Media = ()
+        self._append_given(tokens, media)
 
     @property
     def prompt(self) -> Prompt:
@@ -141,6 +151,11 @@ class Episode:
     def tokens(self) -> tuple[int, ...]:
         """All tokens so far: the input of the next request."""
         return tuple(self._tokens)
+
+    @property
+    def media(self) -> Media:
+        """Images and videos so far, and the tokens that stand for them."""
+        return self._media
 
     @property
     def room(self) -> int:
@@ -192,7 +207,10 @@ class Episode:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The whole conversation, including the model's messages."""
+        """The whole conversation, including the model's messages.
+
+        A part that is an image or a video has the digest of its content: ``{"type": "image", "digest": ...}``.
+        """
         replies = iter(self._replies)
         return tuple(next(replies) if is_model_turn(each) else each for each in self._chat)
 
@@ -238,6 +256,9 @@ class Episode:
         text, which defaults to all of ``text``. If the template accepts no ``tool`` messages, they become one user
         message.
 
+        A message may have images and videos: its content is then a list of parts, such as ``{"type": "image", "image":
+        picture}`` with a Pillow image, bytes or a path, or ``{"type": "image_url", "image_url": {"url": "data:..."}}``.
+
         Returns False, and appends nothing, if the messages and at least one more token do not fit. The episode's stop
         reason is then ``length``.
         """
@@ -245,17 +266,25 @@ class Episode:
             raise ValueError(
                 f"episode {self._name}: tell() must follow a reply(); pass all messages between two replies in one call"
             )
-        self._check_only_text(messages, "tell() was given")
+        messages, contents = self._take_media(messages, "tell() was given")
         parsed = {"tool_calls": list(tool_calls)} if tool_calls else {}
         chat = [*self._chat[:-1], {**parsed, **MODEL_TURN}, *messages]
         written = self.response.output_tokens
         was_stopped = bool(written) and written[-1] in self.context.sampling.stop_token_ids
         has_ended = self.response.stop_reason == "stop" and not was_stopped
-        turn = next_turn(self.context.tokenizer, chat, written, self._template_args, has_ended=has_ended)
+        turn = next_turn(
+            self.context.tokenizer,
+            chat,
+            written,
+            self._template_args,
+            has_ended=has_ended,
+            processor=self.context.processor,
+            contents=contents,
+        )
         if self.room < len(turn.tokens) + max(1, self.context.sampling.min_new_tokens):
             self.stop_reason = "length"
             return False
-        self._append_given(turn.tokens)
+        self._append_given(turn.tokens, turn.media)
         self._chat = turn.chat
         self._replies[-1] = {"role": "assistant", "content": self.text if content is None else content, **parsed}
         return True
@@ -294,6 +323,7 @@ class Episode:
             info={**score.info, "response_text": self.text, **(info or {})},
             messages=self.messages,
             reward_info=score.info,
+            media=self._media,
         )
 
     def branch(
@@ -323,7 +353,7 @@ class Episode:
         piece._num_requests = piece._num_branches = 0
         if messages is not None:
             piece._template_args = {**self._template_args, **(template_args or {})}
-            piece._start(messages, piece._render(messages))
+            piece._start(*piece._render(messages))
         elif turn is not None:
             piece._cut(turn)
         return piece
@@ -341,13 +371,14 @@ class Episode:
         if turn == 0:
             is_first = [is_model_turn(each) for each in self._chat]
             end = is_first.index(True) if True in is_first else len(self._chat)
-            self._start(self._chat[:end], self._tokens[: self._prompt_length])
+            self._start(self._chat[:end], self._tokens[: self._prompt_length], self._media_until(self._prompt_length))
             return
         last = self._turns[turn - 1]
         self._chat = self._chat[: last.chat_length]
         self._replies, self._turns = self._replies[:turn], self._turns[:turn]
         self._tokens, self._loss_mask = self._tokens[: last.end], self._loss_mask[: last.end]
         self._logprobs, self._versions = self._logprobs[: last.end], self._versions[: last.end]
+        self._media = self._media_until(last.end)
         self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
         start, self.stop_reason = last.start, last.stop_reason
         self.response = ModelResponse(
@@ -358,33 +389,54 @@ class Episode:
             stop_reason=self.stop_reason,
         )
 
-    def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        self._check_only_text(messages, "branch() was given")
-        tokenizer = self.context.tokenizer
+    def _media_until(self, end: int) -> Media:
+        return tuple(item for item in self._media if item.end <= end)
+
+    def _render(self, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[int, ...], Media]:
+        """The messages of a new conversation, with digests instead of images and videos, their tokens and media."""
+        messages, contents = self._take_media(messages, "branch() was given")
+        tokenizer, processor = self.context.tokenizer, self.context.processor
         try:
-            return encode_rendered(tokenizer, render_chat(tokenizer, messages, self._template_args))
-        except ChatError as error:
+            text = render_chat(tokenizer if processor is None else processor.template, messages, self._template_args)
+            if processor is not None and contents:
+                return messages, *processor.encode(text, contents)
+            return messages, encode_rendered(tokenizer, text), ()
+        except (ChatError, ValueError) as error:
             raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
 
     def _check_can_reply(self) -> None:
-        if self.prompt.media:
+        if self._media and self.context.processor is None:
             raise RolloutFailed(
-                f"row {self.prompt.uid}: has images or videos, but an episode sends only text to "
-                "the model; remove these columns, or set rollout.workflow to one that sends them itself"
+                f"row {self.prompt.uid}: has images or videos, but the model takes only text; use a vision model, "
+                "remove these columns, or set rollout.workflow to one that uses them itself"
             )
-        self._check_only_text(self.prompt.messages, "its prompt has")
+        if not self._media:
+            self._check_only_text(self.prompt.messages, "its prompt has")
         if self.room < 1:
             raise RolloutFailed(
                 f"episode {self._name}: no room for another reply; raise rollout.max_new_tokens, or end the episode "
                 "when tell() returns False"
             )
 
+    def _take_media(self, messages: Sequence[Message], what: str) -> tuple[list[Message], list[MediaContent]]:
+        """The messages with digests instead of images and videos, and these."""
+        if self.context.processor is None or not has_media(messages):
+            self._check_only_text(messages, what)
+            return list(messages), []
+        items = (*self.prompt.media, *self._media)
+        known = {item.content.digest: item.content for item in items}
+        try:
+            settings = self.context.media_settings
+            return take_message_media(load_message_media(messages, f"{what} messages", known, settings=settings))
+        except DataError as error:
+            raise RolloutFailed(f"episode {self._name}: {error}") from error
+
     def _check_only_text(self, messages: Sequence[Message], what: str) -> None:
         """Chat templates of text models skip other parts silently, so the model would answer without them."""
         if kinds := kinds_of_parts(messages) - {"text"}:
             raise RolloutFailed(
-                f"episode {self._name}: {what} message parts of type {', '.join(sorted(kinds))}, but an episode sends "
-                "only text to the model; remove them, or set rollout.workflow to one that sends them itself"
+                f"episode {self._name}: {what} message parts of type {', '.join(sorted(kinds))}, which the model does "
+                "not take; remove them, or use a model that takes them"
             )
 
     def _request(
@@ -405,7 +457,7 @@ class Episode:
                 grammar=sampling.grammar if grammar is None else grammar,
                 stop_strings=(*sampling.stop_strings, *stop),
             )
-        return ModelRequest(name, self.tokens, sampling, key, session=self.session)
+        return ModelRequest(name, self.tokens, sampling, key, session=self.session, media=self._media)
 
     def _append_response(self, response: ModelResponse, *, is_trained: bool) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):
@@ -424,7 +476,9 @@ class Episode:
         self.response, self.stop_reason = response, response.stop_reason
         self._turns.append(_Turn(len(self._chat), self._turn_start, self._turn_end, self._text, self.stop_reason))
 
-    def _append_given(self, tokens: Sequence[int]) -> None:
+    def _append_given(self, tokens: Sequence[int], media: Media) -> None:
+        """``media`` have their places among ``tokens``."""
+        self._media += tuple(item.moved(len(self._tokens)) for item in media)
         self._tokens += tokens
         self._loss_mask += [0] * len(tokens)
         self._logprobs += [0.0] * len(tokens)

@@ -194,17 +194,17 @@ class ToolAgentWorkflow:
         limit = f"{per_turn} calls per message" if num_allowed == per_turn > 0 else f"{in_all} calls per conversation"
         return ToolResult(f"Error: not called, because the limit of {limit} is reached.", failure="over_limit")
 
-    async def _ask_user(self, episode: Episode) -> str | None:
+    async def _ask_user(self, episode: Episode) -> str | list[Any] | None:
         assert self._user is not None
         with episode.doing("waiting for the user's message"):
             async with self._user_slots:
                 message = await call_method(
                     partial(self._user, [dict(each) for each in episode.messages], episode.prompt)
                 )
-        if message is not None and not isinstance(message, str):
+        if message is not None and not isinstance(message, (str, list)):
             raise RolloutFailed(
-                f"{_ARGUMENTS}.user: returned a {type(message).__name__}; return the user's next message as text, or "
-                "None to end the conversation"
+                f"{_ARGUMENTS}.user: returned a {type(message).__name__}; return the user's next message as text, a "
+                "list of parts for a message with images, or None to end the conversation"
             )
         return message
 
@@ -215,7 +215,7 @@ def tell_results(episode: Episode, reply: ParsedReply, results: Sequence[ToolRes
     known = {schema["function"]["name"] for schema in episode.prompt.tool_schemas}
     names = [call.name if call.name in known else _UNREADABLE for call in reply.calls]
     messages = [
-        {"role": "tool", "tool_call_id": call.call_id, "name": name, "content": result.text}
+        {"role": "tool", "tool_call_id": call.call_id, "name": name, "content": result.content}
         for call, name, result in zip(reply.calls, names, results, strict=True)
     ]
     return episode.tell(messages, tool_calls=[_as_message(call) for call in reply.calls], content=reply.content)

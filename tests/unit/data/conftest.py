@@ -13,7 +13,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]"
     "{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}<image>{% endif %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}<|{{ part.type }}_pad|>{% endif %}"
     "{% endfor %}{% endif %}<|end|>{% endfor %}"
     "{% if shout is defined and shout %}!{% endif %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -32,7 +32,7 @@ def build_tokenizer(chat_template: str | None) -> Any:
         tokenizer_object=byte_level,
         eos_token="<|end|>",
         pad_token="<|pad|>",
-        additional_special_tokens=["<image>"],
+        additional_special_tokens=["<|image_pad|>", "<|video_pad|>"],
     )
     tokenizer.chat_template = chat_template
     return tokenizer
@@ -50,17 +50,14 @@ def tokenizer_without_template() -> Any:
 
 @pytest.fixture(scope="session")
 def processor(tokenizer: Any) -> Any:
-    """LLaVA's own processor: a 16x16 image in patches of 4x4 is 16 tokens."""
-    from transformers import CLIPImageProcessorPil, LlavaProcessor
+    """Qwen2.5-VL's image processor: a token for every 28x28 pixels, from 1 to 16 of them."""
+    from headwater.models.builtin.tiny import build_config, find_preset
+    from headwater.models.builtin.tiny_vision import build_image_processor
+    from headwater.models.vision.families import vision_family
+    from headwater.models.vision.processor import VisionProcessor
 
-    return LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
-        tokenizer=tokenizer,
-        patch_size=4,
-        num_additional_image_tokens=1,
-        vision_feature_select_strategy="default",
-        chat_template=CHAT_TEMPLATE,
-    )
+    config = build_config(find_preset("tiny:qwen2_5_vl"))
+    return VisionProcessor(tokenizer, vision_family(config, build_image_processor("qwen2_5_vl")))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.records import Prompt
 from headwater.data.rlhf_dataset import RLHFDataset, collate
 
@@ -26,12 +27,12 @@ def test_padded_on_the_left():
 def test_every_other_field_is_an_object_column():
     prompts = [
         prompt("a", (1,), ground_truth=[1, 2], extra_info={"index": 0}, tools_kwargs={"t": {}}),
-        prompt("b", (1,), ground_truth=[3, 4], multi_modal={"images": ("picture",)}),
+        prompt("b", (1,), ground_truth=[3, 4], media=(PlacedMedia(MediaContent.of("image", [b"picture"]), (MediaBlock(0, 1),)),)),
     ]
     columns = collate(prompts, pad_token_id=0).non_tensor_batch
     assert set(columns) == {
         "uid", "text", "data_source", "ground_truth", "extra_info", "tools_kwargs", "tool_schemas", "messages",
-        "multi_modal", "columns", "source",
+        "media", "columns", "source",
     }  # fmt: skip
     for name, column in columns.items():
         assert column.dtype == object

@@ -38,7 +38,7 @@ def test_verl_row(tokenizer, write_parquet):
     assert prompt.ground_truth == "72"
     assert prompt.extra_info["index"] == 4
     assert prompt.tools_kwargs == {"calc": {"create_kwargs": {"ground_truth": "72"}}}
-    assert prompt.multi_modal == {}
+    assert prompt.media == ()
 
 
 def test_all_kinds_of_source_give_the_same_prompts(tokenizer, tmp_path, write_jsonl, write_parquet):

@@ -9,6 +9,7 @@ import pytest
 
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.rollout.source import PromptStream
 from headwater.rollout.staleness import Admission
 from headwater.trainer.rollout_setup import build_rollout, describe, make_admission, num_left_out
@@ -109,9 +110,10 @@ def test_a_custom_dataset_may_tell_its_longest_prompt_and_what_it_left_out(rollo
 
 def test_rows_with_images_are_refused_before_the_first_rollout(rollout):
     parts = rollout()
-    pictured = [replace(parts.eval_data[0], multi_modal={"images": ("picture",)})]
+    shown = PlacedMedia(MediaContent.of("image", [b"picture"]), (MediaBlock(1, 2),))
+    pictured = [replace(parts.eval_data[0], media=(shown,))]
     config = load_config("quickstart", SMALL).config
-    with pytest.raises(ConfigError, match=r"data\.train: row .* has images, which rollout\.backend = embedded cannot"):
+    with pytest.raises(ConfigError, match=r"data\.train: row .* has images or videos, which rollout\.backend = embedded cannot"):
         parts.check_prompts(config, Rows(pictured), "data.train")
     own = replace(config, rollout=replace(config.rollout, workflow="mine.py:Shows"))
     parts.check_prompts(own, Rows(pictured), "data.train")

@@ -10,6 +10,7 @@ import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workflows import pictures
 from workflows.episodes import END, FEEDBACK, ListedRewards, encode, run_multi_turn
 from workflows.scripted_engine import ScriptedEngine
 
@@ -146,9 +147,13 @@ def test_an_aborted_answer_is_a_failure_and_no_wrong_answer():
         run_multi_turn(Aborting(), ListedRewards([]))
 
 
-def test_pictures_are_refused():
-    prompt = tiny.prompt(multi_modal={"images": ("a picture",)})
-    with pytest.raises(RolloutFailed, match="has images, but an episode sends only text"):
+def test_pictures_are_sent_in_every_turn_and_refused_by_a_text_model():
+    prompt = pictures.prompt(pictures.content("red"))
+    episode = pictures.episode_of(pictures.answer("45"), pictures.answer("46"), shown=prompt, rewards=[0.0, 1.0])
+    made = asyncio.run(MultiTurnWorkflow(episode.context).run(episode))
+    assert [request.media for request in episode.engine.requests] == [prompt.media] * 2
+    assert (made.media, made.reward) == (prompt.media, 0.9)
+    with pytest.raises(RolloutFailed, match="has images or videos, but the model takes only text"):
         run_multi_turn(ScriptedEngine([], END), ListedRewards([]), prompt)
 
 

@@ -9,7 +9,7 @@ from headwater.config.traits import ScorerTraits
 from headwater.rewards.scorers import SCORERS
 
 
-@SCORERS.register(ScorerTraits(is_quick=True))
+@SCORERS.register(ScorerTraits(data_sources=("shapes",), is_quick=True))
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
     """1.0 if the response, without surrounding spaces, equals the ground truth, else 0.0.
 

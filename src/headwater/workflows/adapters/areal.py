@@ -13,7 +13,9 @@ class Answer(RolloutWorkflow):
 
 from __future__ import annotations
 
+import base64
 import importlib
+import io
 import logging
 import uuid
 from abc import ABC, abstractmethod
@@ -72,7 +74,10 @@ class ModelRequest:
     metadata: dict[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     image_data: Sequence[Any] | None = None
+    """All images of the sequence, in order: base64 text, Pillow images, bytes or paths."""
     processor: Any = None
+    vision_msg_vllm: Any = None
+    """Not used: images are sent with ``image_data``."""
 
     def copy(self) -> ModelRequest:
         return replace(self, input_ids=list(self.input_ids), metadata=dict(self.metadata))
@@ -145,6 +150,17 @@ def load_hf_tokenizer(path: str) -> Any:
     return load_tokenizer(path)
 
 
+def image2base64(images: Any) -> list[str]:
+    """Images as base64 text, for ``image_data`` of a request."""
+    many = images if isinstance(images, (list, tuple)) else [images]
+    texts = []
+    for image in many:
+        stream = io.BytesIO()
+        image.save(stream, "png")
+        texts.append(base64.b64encode(stream.getvalue()).decode())
+    return texts
+
+
 def import_from_string(path: str) -> Any:
     """The object that ``package.module.name`` names."""
     module, _, name = path.rpartition(".")
@@ -161,6 +177,7 @@ __all__ = [
     "apply_chat_template",
     "atrace_session_phase",
     "concat_padded_tensors",
+    "image2base64",
     "import_from_string",
     "load_hf_tokenizer",
     "logging",

@@ -46,7 +46,7 @@ class _RecordingEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         response = await self.journal.episode.engine.agenerate(request)
-        self.journal.record(response, request.sampling)
+        self.journal.record(response, request.sampling, request.media)
         return response
 
 

@@ -14,6 +14,7 @@ from headwater.workflows.adapters import areal
 from headwater.workflows.adapters.areal_reward import RunReward
 from headwater.workflows.adapters.binding import bind, construct, constructor_parameters, with_token_lists
 from headwater.workflows.adapters.journal import Claim, Journal, open_journal
+from headwater.workflows.adapters.pictures import ClassProcessor, Pictures
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
 _REWARD_ARGUMENTS = ("prompt", "completion", "completions", "prompt_ids", "completion_ids")
@@ -38,11 +39,10 @@ class JournalEngine(areal.InferenceEngine):
     journal: Journal
 
     async def agenerate(self, req: areal.ModelRequest) -> areal.ModelResponse:
-        if req.image_data:
-            raise RolloutFailed("agenerate was given images; episodes have only text")
         tokens = list(map(int, req.input_ids))
         sampling = read_gconfig(req.gconfig, self.journal, len(tokens))
-        response = await self.journal.generate(tokens, sampling)
+        contents = self.journal.pictures.read(req.image_data)
+        response = await self.journal.generate(tokens, sampling, contents)
         return areal.ModelResponse(
             tokens,
             list(response.output_tokens),
@@ -98,8 +98,9 @@ def read_gconfig(gconfig: Any, journal: Journal, num_input: int) -> SamplingPara
         raise RolloutFailed(f"gconfig: {error}") from error
 
 
-def row_of(prompt: Prompt) -> dict[str, Any]:
-    """``data`` of an episode: the columns of the row, the messages of its prompt, and what scores it."""
+def row_of(prompt: Prompt, pictures: Pictures) -> dict[str, Any]:
+    """``data`` of an episode: the columns of the row, the messages of its prompt, its images, and what scores it."""
+    images = [pictures.shown(item.content) for item in prompt.media if item.content.kind == "image"]
     columns = {name: value for name, value in prompt.columns.items() if name not in _REWARD_ARGUMENTS}
     return {
         "query_id": prompt.uid,
@@ -109,6 +110,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra_info": dict(prompt.extra_info),
+        **({"images": images} if images else {}),
     }
 
 
@@ -122,18 +124,21 @@ class ArealWorkflow:
             own["gconfig"] = _changed(gconfig, changes)
         if isinstance(reward := own.get("reward_fn"), str):
             own["reward_fn"] = _reward_function(reward)
+        self._pictures = Pictures(context)
+        tokenizer = with_token_lists(context.tokenizer)
         offered = {
             "reward_fn": RunReward(context),
             "gconfig": gconfig,
-            "tokenizer": with_token_lists(context.tokenizer),
-            "processor": None,
+            "tokenizer": tokenizer,
+            "processor": None if context.processor is None else ClassProcessor(self._pictures, tokenizer),
             "enable_thinking": bool(context.chat_template_args.get("enable_thinking", False)),
         }
         self._made = construct(made, setting, bind(made, setting, own, offered))
 
     async def run(self, episode: Episode) -> EpisodeResult:
-        async with open_journal(episode) as journal:
-            result = await self._made.arun_episode(JournalEngine(journal), row_of(episode.prompt))
+        async with open_journal(episode, self._pictures) as journal:
+            row = row_of(episode.prompt, self._pictures)
+            result = await self._made.arun_episode(JournalEngine(journal), row)
             if result is None:
                 return None
             return [_trajectory(journal, row) for row in _rows(result, episode.prompt.uid)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
+from headwater.core.media import Media, MediaContent
 from headwater.core.randomness import derive_key
 from headwater.core.records import (
     NOT_SAMPLED,
@@ -26,6 +27,7 @@ from headwater.core.records import (
     Trajectory,
 )
 from headwater.tools.session import ToolSession
+from headwater.workflows.adapters.pictures import Pictures
 from headwater.workflows.episode import Episode
 
 _SAME_LOGPROB = 1e-3
@@ -53,10 +55,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class _Answer:
-    """A response of the engine, and the settings it was sampled with."""
+    """A response of the engine, the settings it was sampled with, and the images and videos before it."""
 
     response: ModelResponse
     sampling: SamplingParams
+    media: Media = ()
 
     def num_shared(self, tokens: Sequence[int], place: int) -> int:
         """How many tokens from ``place`` on are the beginning of this response to the tokens before."""
@@ -81,8 +84,9 @@ class Journal:
     keys derived from their number.
     """
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, pictures: Pictures | None = None) -> None:
         self.episode = episode
+        self.pictures = pictures or Pictures(episode.context)
         self.notes: dict[str, Any] = {}
         """Values that the class reports about its episode; they become the ``info`` of the rollout."""
         self._reward_info: dict[str, Any] = {}
@@ -108,7 +112,10 @@ class Journal:
             )
         return min(left, context.sampling.max_new_tokens)
 
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams) -> ModelResponse:
+    async def generate(
+        self, tokens: Sequence[int], sampling: SamplingParams, contents: Sequence[MediaContent] = ()
+    ) -> ModelResponse:
+        """``contents`` are all images and videos that ``tokens`` stand for, in order."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         key = self.episode.data.rng_key
         request = ModelRequest(
@@ -117,19 +124,26 @@ class Journal:
             sampling=sampling,
             rng_key=derive_key(key, "turn", number) if number else key,
             session=self.episode.session,
+            media=self.pictures.place(tokens, contents, self._sequences()) if contents else (),
         )
         response = await self.episode.engine.agenerate(request)
         if response.stop_reason == "abort":
             raise RolloutFailed(f"request {request.request_id}: the engine aborted it")
         if response.input_tokens != request.input_tokens:
             raise RolloutFailed(f"request {request.request_id}: the engine answered for other input tokens")
-        self.record(response, sampling)
+        self.record(response, sampling, request.media)
         return response
 
-    def record(self, response: ModelResponse, sampling: SamplingParams) -> None:
+    def _sequences(self) -> list[tuple[Sequence[int], Media]]:
+        """What the model has read, with and without what it wrote then."""
+        answers = [answer for several in self._answers.values() for answer in several if answer.media]
+        pairs = [(each.response.input_tokens, each.response.output_tokens, each.media) for each in answers]
+        return [(tokens, media) for given, made, media in pairs for tokens in (given + made, given)]
+
+    def record(self, response: ModelResponse, sampling: SamplingParams, media: Media = ()) -> None:
         """A response of the engine, also to a request that the journal has not sent itself."""
         self.newest_version = max(self.newest_version, *response.output_versions, 0)
-        self._answers.setdefault(len(response.input_tokens), []).append(_Answer(response, sampling))
+        self._answers.setdefault(len(response.input_tokens), []).append(_Answer(response, sampling, media))
 
     def note_score(self, score: Score) -> None:
         """What a reward function returned beside the score that the class receives."""
@@ -158,6 +172,7 @@ class Journal:
             info={**score.info, "response_text": last, "num_turns": found.num_turns, **self.notes, **(info or {})},
             messages=(*prompt.messages, {"role": "assistant", "content": text}),
             reward_info={**self._reward_info, **score.info},
+            media=found.media,
         )
 
 
@@ -174,6 +189,8 @@ class _Alignment:
         self.versions = [NOT_SAMPLED] * length
         self.stop_reason: StopReason = "stop"
         self.num_turns = 0
+        self.media: Media = ()
+        """Images and videos before the last response."""
         self.first_sampled = length
         self.last_start = length
         """The first token of the last response."""
@@ -220,6 +237,12 @@ class _Alignment:
         is_trained = any(self._claim.mask[place : place + count])
         if is_trained and (problem := self._disagreement(answer, place, count) or self._other_policy(answer)):
             raise InvalidTrajectory(f"episode {self._name}: {problem}")
+        if answer.media[: len(self.media)] != self.media:
+            raise InvalidTrajectory(
+                f"episode {self._name}: the replies of one sequence were sampled with different images; send all "
+                "images of the conversation with every request"
+            )
+        self.media = answer.media
         response = answer.response
         self.logprobs[place : place + count] = response.output_logprobs[:count]
         self.versions[place : place + count] = response.output_versions[:count]
@@ -268,12 +291,12 @@ _current: ContextVar[Journal] = ContextVar("headwater_journal")
 
 
 @asynccontextmanager
-async def open_journal(episode: Episode) -> AsyncIterator[Journal]:
+async def open_journal(episode: Episode, pictures: Pictures | None = None) -> AsyncIterator[Journal]:
     """The journal of an episode, which ``current_journal`` returns inside this block and in tasks started there.
 
     If the run has tools, those of the episode are open inside this block.
     """
-    journal = Journal(episode)
+    journal = Journal(episode, pictures)
     token = _current.set(journal)
     toolbox = episode.context.tools
     try:

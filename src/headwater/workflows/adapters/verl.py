@@ -33,6 +33,8 @@ from headwater.core.tool_calls import ToolCall
 
 T = TypeVar("T")
 
+_KINDS = ("image", "video")
+
 
 class TokenOutput(list[int]):
     """A response: a list of its tokens, as in the first versions of verl, with the attributes of later ones."""
@@ -149,11 +151,13 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """The tokens of a chat that ends where the model's next message begins.
 
-        With ``remove_system_prompt``, without what the template writes before the first message.
+        ``images`` and ``videos`` are those of its parts, in order; parts may also hold them. With
+        ``remove_system_prompt``, without what the template writes before the first message.
         """
-        if images or videos or audios:
-            raise RolloutFailed("apply_chat_template was given images, videos or audio; episodes have only text")
-        tokens = self._render(messages, tools=list(tools)) if tools else self._render(messages)
+        if audios:
+            raise RolloutFailed("apply_chat_template was given audio; a model is shown only images and videos")
+        arguments: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        tokens = self._render(messages, images=images, videos=videos, **arguments)
         return tokens[len(self.system_prompt) :] if remove_system_prompt else tokens
 
     @cached_property
@@ -165,15 +169,33 @@ class AgentLoopBase(ABC):
         return one[: max(0, 2 * len(one) - len(two))]
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **arguments: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        images: Any = None,
+        videos: Any = None,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
     ) -> list[int]:
         arguments = {**self.apply_chat_template_kwargs, **arguments}
-        text = render_chat(self.tokenizer, messages, arguments, add_generation_prompt=add_generation_prompt)
-        return list(encode_rendered(self.tokenizer, text))
+        if self.processor is None:
+            if images or videos:
+                raise RolloutFailed("apply_chat_template was given images or videos, and the model takes only text")
+            text = render_chat(self.tokenizer, messages, arguments, add_generation_prompt=add_generation_prompt)
+            return list(encode_rendered(self.tokenizer, text))
+        pictures = self.processor.pictures
+        chat, held = pictures.taken(messages)
+        contents = pictures.read(images, videos) or held
+        return pictures.encode(chat, contents, arguments, add_generation_prompt=add_generation_prompt)  # type: ignore[no-any-return]
 
     async def process_multi_modal_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Images, videos and audio of messages: none, because rows with media are refused."""
-        return {}
+        """The images and videos inside the parts of messages, under ``images`` and ``videos``."""
+        if self.processor is None:
+            return {}
+        pictures = self.processor.pictures
+        _, contents = pictures.taken(messages)
+        shown = {f"{kind}s": [pictures.shown(each) for each in contents if each.kind == kind] for kind in _KINDS}
+        return {name: values for name, values in shown.items() if values}
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return await self.process_multi_modal_info(messages)

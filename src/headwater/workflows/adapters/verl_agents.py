@@ -6,12 +6,14 @@ import asyncio
 import json
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
 from headwater.chat.next_turn import next_turn
 from headwater.chat.render import MODEL_TURN
 from headwater.core.errors import RolloutFailed
+from headwater.core.media import MediaContent
 from headwater.core.tool_calls import ToolCall
 from headwater.tools.base import ToolResponse
 from headwater.workflows.adapters.verl import (
@@ -30,10 +32,17 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         timing: dict[str, float] = {}
-        prompt_ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        messages = list(kwargs["raw_prompt"])
+        shown = await self.process_multi_modal_info(messages)
+        images, videos = shown.get("images"), shown.get("videos")
+        prompt_ids = await self.apply_chat_template(messages, images=images, videos=videos)
         with simple_timer("generate_sequences", timing):
             output = await self.server_manager.generate(
-                request_id=uuid.uuid4().hex, prompt_ids=prompt_ids, sampling_params=sampling_params
+                request_id=uuid.uuid4().hex,
+                prompt_ids=prompt_ids,
+                sampling_params=sampling_params,
+                image_data=images,
+                video_data=videos,
             )
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
@@ -42,6 +51,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             response_logprobs=output.log_probs,
             num_turns=2,
             metrics=AgentLoopMetrics(generate_sequences=timing["generate_sequences"]),
+            multi_modal_data=shown,
         )
 
 
@@ -62,12 +72,17 @@ class AgentData:
         metrics: dict[str, float],
         request_id: str,
         tools_kwargs: Mapping[str, Any],
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
         **others: Any,
     ) -> None:
         self.messages: list[Mapping[str, Any]] = list(messages)
         self.metrics = metrics
         self.request_id = request_id
         self.tools_kwargs = tools_kwargs
+        self.image_data: list[Any] | None = list(image_data) if image_data else None
+        self.video_data: list[Any] | None = list(video_data) if video_data else None
+        """All images and videos so far: those of the prompt, then those of tools."""
         self.prompt_ids: list[int] = []
         """All tokens so far, the prompt and what follows it."""
         self.response_ids: list[int] = []
@@ -79,6 +94,18 @@ class AgentData:
         self.turn_scores: list[float] = []
         self.user_turns = self.assistant_turns = 0
         self.extra_fields: dict[str, Any] = dict(others)
+
+
+def _content(response: ToolResponse) -> Any:
+    """The content of a tool's message: text, or parts that hold images and videos, which come first."""
+    images, videos = response.image or (), response.video or ()
+    if not images and not videos:
+        return response.text or ""
+    parts = [
+        *({"type": "image", "image": each} for each in images),
+        *({"type": "video", "video": each} for each in videos),
+    ]
+    return [*parts, {"type": "text", "text": response.text}] if response.text else parts
 
 
 class ToolAgentLoop(AgentLoopBase):
@@ -102,7 +129,16 @@ class ToolAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        data = AgentData(list(kwargs["raw_prompt"]), {}, uuid.uuid4().hex, kwargs.get("tools_kwargs") or {})
+        messages = list(kwargs["raw_prompt"])
+        shown = await self.process_multi_modal_info(messages)
+        data = AgentData(
+            messages,
+            {},
+            uuid.uuid4().hex,
+            kwargs.get("tools_kwargs") or {},
+            image_data=shown.get("images"),
+            video_data=shown.get("videos"),
+        )
         state = AgentState.PENDING
         while state is not AgentState.TERMINATED:
             if state is AgentState.PENDING:
@@ -125,10 +161,18 @@ class ToolAgentLoop(AgentLoopBase):
             num_turns=data.user_turns + data.assistant_turns + 1,
             metrics=data.metrics,
             extra_fields={**data.extra_fields, "turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards},
+            multi_modal_data={
+                name: value for name, value in (("images", data.image_data), ("videos", data.video_data)) if value
+            },
         )
 
     async def _handle_pending_state(self, agent_data: AgentData, sampling_params: dict[str, Any]) -> AgentState:
-        agent_data.prompt_ids = await self.apply_chat_template(agent_data.messages, tools=self.tool_schemas)
+        agent_data.prompt_ids = await self.apply_chat_template(
+            agent_data.messages,
+            tools=self.tool_schemas,
+            images=agent_data.image_data,
+            videos=agent_data.video_data,
+        )
         return AgentState.GENERATING
 
     async def _handle_generating_state(
@@ -136,7 +180,11 @@ class ToolAgentLoop(AgentLoopBase):
     ) -> AgentState:
         with simple_timer("generate_sequences", agent_data.metrics):
             output = await self.server_manager.generate(
-                request_id=agent_data.request_id, prompt_ids=agent_data.prompt_ids, sampling_params=sampling_params
+                request_id=agent_data.request_id,
+                prompt_ids=agent_data.prompt_ids,
+                sampling_params=sampling_params,
+                image_data=agent_data.image_data,
+                video_data=agent_data.video_data,
             )
         agent_data.assistant_turns += 1
         agent_data.response_ids = output.token_ids
@@ -153,13 +201,16 @@ class ToolAgentLoop(AgentLoopBase):
         messages = []
         for number, (call, (response, reward, _)) in enumerate(zip(calls, made, strict=True)):
             named = {"name": call.name, "tool_call_id": f"call_{number}"}
-            messages.append({"role": "tool", "content": response.text or "", **named})
+            messages.append({"role": "tool", "content": _content(response), **named})
             if reward is not None:
                 agent_data.tool_rewards.append(reward)
         told = self._tokens_of(agent_data, calls, messages)
         if len(agent_data.response_mask) + len(told) >= self.response_length:
             return AgentState.TERMINATED
         self._append(agent_data, told, 0, None)
+        for response, _, _ in made:
+            agent_data.image_data = [*(agent_data.image_data or ()), *(response.image or ())] or None
+            agent_data.video_data = [*(agent_data.video_data or ()), *(response.video or ())] or None
         agent_data.user_turns += 1
         return AgentState.GENERATING
 
@@ -179,7 +230,7 @@ class ToolAgentLoop(AgentLoopBase):
         instance_id, _ = await tool.create()
         response, reward, metrics = await tool.execute(instance_id, json.loads(tool_call.arguments))
         await tool.release(instance_id)
-        return ToolResponse(self._shortened(response.text)), reward, metrics
+        return replace(response, text=self._shortened(response.text)), reward, metrics
 
     def _shortened(self, text: str) -> str:
         most = self.max_tool_response_length
@@ -204,7 +255,20 @@ class ToolAgentLoop(AgentLoopBase):
         arguments: dict[str, Any] = dict(self.apply_chat_template_kwargs)
         if self.tool_schemas:
             arguments["tools"] = self.tool_schemas
-        turn = next_turn(self.tokenizer, chat, agent_data.response_ids, arguments, has_ended=True)
+        contents: Sequence[MediaContent] = ()
+        if self.processor is not None:
+            history, _ = self.processor.pictures.taken(chat[: -len(messages)])
+            told, contents = self.processor.pictures.taken(messages)
+            chat = [*history, *told]
+        turn = next_turn(
+            self.tokenizer,
+            chat,
+            agent_data.response_ids,
+            arguments,
+            has_ended=True,
+            processor=None if self.processor is None else self.processor.pictures.processor,
+            contents=contents,
+        )
         agent_data.messages = turn.chat
         return list(turn.tokens)
 

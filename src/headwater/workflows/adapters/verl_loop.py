@@ -12,6 +12,7 @@ from headwater.core.records import Answer, SamplingParams, Trajectory
 from headwater.core.registry import nearest
 from headwater.workflows.adapters.binding import bind, construct, with_token_lists
 from headwater.workflows.adapters.journal import Claim, Journal, open_journal
+from headwater.workflows.adapters.pictures import ClassProcessor, Pictures
 from headwater.workflows.adapters.verl import LLMServerClient, TokenOutput
 from headwater.workflows.episode import Episode, EpisodeResult, WorkflowContext
 
@@ -148,12 +149,12 @@ class JournalServer(LLMServerClient):
         video_data: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> TokenOutput:
-        media = [image_data, video_data, *(value for name, value in kwargs.items() if name.endswith("_data"))]
-        if any(media):
-            raise RolloutFailed("generate was given images, videos or audio; episodes have only text")
+        if unknown := [name for name, value in kwargs.items() if name.endswith("_data") and value]:
+            raise RolloutFailed(f"generate was given {unknown[0]}; a model is shown only images and videos")
+        contents = self.journal.pictures.read(image_data, video_data)
         room = self.journal.room(len(prompt_ids))
         sampling = read_sampling(sampling_params, self.journal.episode.context.sampling, room)
-        response = await self.journal.generate(prompt_ids, sampling)
+        response = await self.journal.generate(prompt_ids, sampling, contents)
         versions = response.output_versions or (0,)
         steps = {"global_steps": versions[-1], "min_global_steps": min(versions), "max_global_steps": max(versions)}
         return TokenOutput(response.output_tokens, response.output_logprobs, "completed", steps)
@@ -172,11 +173,13 @@ class VerlWorkflow:
     def __init__(self, loop: type, setting: str, arguments: Mapping[str, Any], context: WorkflowContext) -> None:
         own = {name: value for name, value in arguments.items() if name != EXTRA_SETTINGS}
         config = config_in_verl_names(context, arguments.get(EXTRA_SETTINGS, {}))
+        self._pictures = Pictures(context)
+        tokenizer = with_token_lists(context.tokenizer)
         offered = {
             "trainer_config": _Wrapped(config),
             "server_manager": None,
-            "tokenizer": with_token_lists(context.tokenizer),
-            "processor": None,
+            "tokenizer": tokenizer,
+            "processor": None if context.processor is None else ClassProcessor(self._pictures, tokenizer),
             "dataset_cls": None,
             "data_config": _Wrapped(config.data),
         }
@@ -187,7 +190,7 @@ class VerlWorkflow:
         self._takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
     async def run(self, episode: Episode) -> EpisodeResult:
-        async with open_journal(episode) as journal:
+        async with open_journal(episode, self._pictures) as journal:
             loop = construct(self._loop, self._setting, {**self._bound, "server_manager": JournalServer(journal)})
             output = await loop.run(**self._arguments(episode))
             if output is None:
@@ -198,7 +201,11 @@ class VerlWorkflow:
     def _arguments(self, episode: Episode) -> dict[str, Any]:
         """What ``run`` takes of the row. The first versions of verl passed ``messages`` only."""
         prompt = episode.prompt
-        messages = [dict(message) for message in prompt.messages]
+        messages = self._pictures.messages(prompt.messages, prompt.media)
+        shown = {
+            kind: [self._pictures.shown(item.content) for item in prompt.media if item.content.kind == kind]
+            for kind in ("image", "video")
+        }
         row = {
             **prompt.columns,
             "raw_prompt": messages,
@@ -210,7 +217,7 @@ class VerlWorkflow:
             "tools_kwargs": dict(prompt.tools_kwargs),
             "index": prompt.extra_info.get("index", 0),
             "uid": prompt.uid,
-            "multi_modal_data": {},
+            "multi_modal_data": {kind: values for kind, values in shown.items() if values},
         }
         taken = row if self._takes_any else {name: value for name, value in row.items() if name in self._names}
         return {**taken, "sampling_params": sampling_in_verl_names(episode.context.sampling)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.tool_calls import ToolCall
+from headwater.core.tool_calls import ToolCall, ToolResult
 from headwater.rewards.scorers.gsm8k import gsm8k
 from headwater.tools.base import BaseTool, ToolResponse
 from headwater.tools.schema import ToolSchema
@@ -39,13 +39,25 @@ class SessionTool:
     ) -> tuple[ToolResponse, float, dict[str, float]]:
         given = json.loads(parameters) if isinstance(parameters, str) else dict(parameters)
         result = await self.session.call(ToolCall(instance_id, self.name, given))
-        return ToolResponse(result.text), result.reward or 0.0, dict(result.metrics)
+        return _response(result), result.reward or 0.0, dict(result.metrics)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         return (await self.session.rewards()).get(self.name, 0.0)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Without effect: the episode releases its tools."""
+
+
+def _response(result: ToolResult) -> ToolResponse:
+    """The result with its images and videos as verl holds them: lists of Pillow images."""
+    journal = current_journal()
+    if not result.media or journal is None:
+        return ToolResponse(result.text)
+    shown = {
+        kind: [journal.pictures.shown(each) for each in result.media if each.kind == kind] or None
+        for kind in ("image", "video")
+    }
+    return ToolResponse(result.text, image=shown["image"], video=shown["video"])
 
 
 def initialize_tools_from_config(tools_config_file: Any = None) -> list[SessionTool]:
