@@ -42,7 +42,7 @@ from headwater.models.sharded_load import ShardReader, load_skeleton, matches, n
 from headwater.models.source import ModelSource, locate, resolve_model
 from headwater.models.vision.architecture import check_supported, is_vision
 from headwater.models.vision.families import vision_family
-from headwater.models.vision.files import read_processor_files, video_settings
+from headwater.models.vision.files import read_legacy_template, read_processor_files, video_settings
 from headwater.models.vision.processor import VisionProcessor
 
 __all__ = [
@@ -86,6 +86,8 @@ def _read_tokenizer(location: Path | str, key: str) -> Any:
         tokenizer = loader.from_pretrained(location, padding_side="left")
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot use
         raise _cannot_read(location, "tokenizer", error, key) from error
+    if is_vision(config) and (template := read_legacy_template(location)):
+        tokenizer.chat_template = template
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any token can fill it.
         tokenizer.pad_token = tokenizer.eos_token
@@ -167,7 +169,7 @@ def local_folder(source: ModelSource) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(location, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except Exception as error:  # the hub also raises exceptions that are not OSErrors
         raise _cannot_read(location, "weights", error, source.key) from error
 
