@@ -195,8 +195,14 @@ def load_processor(path: str, chat_template: str = "", *, key: str = "model.path
         image_processor, files = made.image_processor, made.files
     else:
         image_processor, files = _read_image_processor(location, key)
+    family = vision_family(config, image_processor, video_settings(files))
     tokenizer = load_tokenizer(path, key=key, chat_template=chat_template)
-    return VisionProcessor(tokenizer, vision_family(config, image_processor, video_settings(files)), files)
+    if tokenizer.convert_tokens_to_ids(family.token("image")) != config.image_token_id:
+        raise ModelError(
+            f"{location}: {family.token('image')} is not token {config.image_token_id} (image_token_id in config.json) "
+            "of the tokenizer; use the tokenizer the model was trained with"
+        )
+    return VisionProcessor(tokenizer, family, files)
 
 
 def _read_image_processor(location: Path | str, key: str) -> tuple[Any, dict[str, str]]:

@@ -18,7 +18,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
-from headwater.models.load import load_model, load_part, load_processor, save_model
+from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
 from headwater.models.save import WeightsToSave
 from headwater.models.vision.frames import fitted_size
 from headwater.models.vision.idefics import in_words
@@ -253,3 +253,10 @@ def test_files_in_the_layout_of_published_models(kind: str, tmp_path: Path) -> N
     assert again is not None
     assert again.template.chat_template == template
     assert again.encode(text, [still.content, moving.content]) == read.encode(text, [still.content, moving.content])
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), load_tokenizer("tiny:qwen3"), tmp_path / "model", processor=processor)
+    with pytest.raises(ModelError, match=r"<\|image_pad\|> is not token 514 \(image_token_id in config.json\)"):
+        load_processor(str(folder))

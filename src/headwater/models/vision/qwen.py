@@ -44,8 +44,11 @@ class QwenFamily:
         self._video_options = {key: video_settings[key] for key in ("image_mean", "image_std") if key in video_settings}
 
     def placeholder(self, kind: MediaKind) -> str:
+        return _TOKENS[kind]
+
+    def prepared(self, text: str) -> str:
         # Qwen3-VL has a start and an end around every frame instead of those that the chat template writes.
-        return _START + _TOKENS[kind] + _END if self._has_timestamps and kind == "video" else _TOKENS[kind]
+        return text.replace(_START + _TOKENS["video"] + _END, _TOKENS["video"]) if self._has_timestamps else text
 
     def token(self, kind: MediaKind) -> str:
         return _TOKENS[kind]
