@@ -20,7 +20,8 @@ from headwater.chat.render import encode_rendered
 from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
 from headwater.models.vision.family import BlockShape, VisionFamily
 
-DEFAULT_CACHE_BYTES = 256 * 2**20
+DEFAULT_CACHE_BYTES = 2**30
+"""About 100 pictures of 512 tokens of Qwen2.5-VL. It must hold those of two passes of the learner, which reads ahead."""
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
 
 
@@ -50,13 +51,15 @@ class VisionProcessor:
 
         Raises ``ValueError`` if the number of placeholders differs from that of the contents.
         """
-        expanded, ordered = self._expand(text, contents)
+        expanded, ordered = self._expand(self.family.prepared(text), contents)
         tokens = encode_rendered(self.tokenizer, expanded)
         marks = {self.tokenizer.convert_tokens_to_ids(self.family.token(kind)) for kind in _KINDS}
         places = [place for place, token in enumerate(tokens) if token in marks]
         shapes = [shape for _, blocks in ordered for shape in blocks]
         if len(places) != len(shapes):
-            raise ValueError(f"the tokenizer makes {len(places)} placeholder tokens of {len(shapes)}")
+            raise ValueError(
+                f"the tokenizer makes {len(places)} tokens of {len(shapes)} placeholders; use the model's own tokenizer"
+            )
         # Each block is one token so far: the tokenizer need not read thousands of equal ones.
         long: list[int] = []
         starts = []
