@@ -1,4 +1,4 @@
-"""Training a vision model on a CUDA device: the numbers of a CPU, the kernel of the tower, memory that comes and goes."""
+"""Training a vision model on a CUDA device: the numbers of a CPU, the kernel of the tower, and offloading."""
 
 from __future__ import annotations
 

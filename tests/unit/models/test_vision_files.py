@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import parse
 from test_vision_models import NAMES, assembled_logits, model_of, picture, processor_of, question, video
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -17,7 +21,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
-from headwater.models.load import load_model, load_part, load_processor, save_model
+from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
 from headwater.models.save import WeightsToSave
 from headwater.models.vision.frames import fitted_size
 from headwater.models.vision.idefics import in_words
@@ -89,7 +93,9 @@ def test_tokens_and_tensors_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("num_frames", [4, 5])
 @torch.no_grad()
 def test_videos_have_the_tokens_and_positions_of_transformers(name: str, num_frames: int) -> None:
-    content, still = video(num_frames, 56, 60, frames_per_s=1.5), picture(56, 56)
+    # Versions before 5.19 round the seconds between two pairs of frames down.
+    rate = 1.5 if parse(transformers.__version__) >= parse("5.19") else 1.0
+    content, still = video(num_frames, 56, 60, frames_per_s=rate), picture(56, 56)
     processor, model = processor_of(name), model_of(name)
     text = "Look: <|vision_start|><|video_pad|><|vision_end|> or <|vision_start|><|image_pad|><|vision_end|>?"
     tokens, media = processor.encode(text, [still, content])
@@ -193,6 +199,10 @@ def test_a_saved_model_has_its_processor(name: str, tmp_path: Path) -> None:
     assert read.template.chat_template == processor.template.chat_template
 
 
+@pytest.mark.skipif(
+    find_spec("torchvision") is None and parse(transformers.__version__) < parse("5.19"),
+    reason="this version of transformers needs torchvision to load any image processor by AutoProcessor",
+)
 def test_transformers_reads_the_saved_processor(tmp_path: Path) -> None:
     # Those of the other models cannot be built without torchvision.
     processor = processor_of("idefics3")
@@ -225,4 +235,47 @@ def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
     folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=f"{folder}: cannot use its image processor"):
+        load_processor(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"])
+def test_files_in_the_layout_of_published_models(kind: str, tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        (folder / name).unlink()
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings.update(image_processor_type=kind, min_pixels=28 * 28, max_pixels=56 * 56)
+    del settings["size"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    template = "{{ messages[0].content }}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    read = load_processor(str(folder))
+    assert read is not None
+    assert type(read.family.image_processor).__name__ == "Qwen2VLImageProcessorPil"
+    assert read.template.chat_template == template
+    text = "<|image_pad|><|video_pad|>"
+    _, (still, moving) = read.encode(text, [picture(200, 200), video(2, 200, 200, frames_per_s=1.0)])
+    assert (still.num_tokens, moving.num_tokens) == (4, 4)
+    copy = save_model(model_of("qwen2_5_vl"), read.tokenizer, tmp_path / "copy", processor=read)
+    again = load_processor(str(copy))
+    assert again is not None
+    assert again.template.chat_template == template
+    assert again.encode(text, [still.content, moving.content]) == read.encode(text, [still.content, moving.content])
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), load_tokenizer("tiny:qwen3"), tmp_path / "model", processor=processor)
+    with pytest.raises(ModelError, match=r"<\|image_pad\|> is not token 514 \(image_token_id in config.json\)"):
+        load_processor(str(folder))
+
+
+def test_an_image_processor_of_another_model_is_refused(tmp_path: Path) -> None:
+    processor = processor_of("smolvlm")
+    folder = save_model(model_of("smolvlm"), processor.tokenizer, tmp_path / "model", processor=processor)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings["image_processor_type"] = "CLIPImageProcessor"
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="of type CLIPImageProcessor are not supported for smolvlm models; use"):
         load_processor(str(folder))

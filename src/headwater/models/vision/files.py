@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headwater.models.folder import read_json_object
+
 PREPROCESSOR, VIDEO_PREPROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
 PROCESSOR = "processor_config.json"
-LEGACY_TEMPLATE = "chat_template.json"
+_LEGACY_TEMPLATE = "chat_template.json"
 _NAMES = (PREPROCESSOR, VIDEO_PREPROCESSOR, PROCESSOR)
 
 
@@ -36,12 +38,29 @@ def find_file(location: Path | str, name: str) -> Path | None:
     return Path(path) if path is not None else None
 
 
+def read_legacy_template(location: Path | str) -> str:
+    """The chat template for messages with pictures, if it is not that of the tokenizer; empty otherwise."""
+    path = find_file(location, _LEGACY_TEMPLATE)
+    if path is None:
+        return ""
+    template = read_json_object(path).get("chat_template", "")
+    return template if isinstance(template, str) else ""
+
+
 def video_settings(files: Mapping[str, str]) -> dict[str, Any]:
     """How frames are scaled. Older models describe it together with images."""
     if VIDEO_PREPROCESSOR in files:
         return _read(files, VIDEO_PREPROCESSOR)
     nested = _read(files, PROCESSOR).get("video_processor")
     return nested if isinstance(nested, dict) else _read(files, PREPROCESSOR)
+
+
+def image_processor_type(files: Mapping[str, str]) -> str:
+    """The type of the image processor without the suffix of a variant; empty if the files do not tell."""
+    nested = _read(files, PROCESSOR).get("image_processor")
+    settings = nested if isinstance(nested, dict) else _read(files, PREPROCESSOR)
+    found = settings.get("image_processor_type") or ""
+    return str(found).removesuffix("Fast").removesuffix("Pil")
 
 
 def _read(files: Mapping[str, str], name: str) -> dict[str, Any]:
