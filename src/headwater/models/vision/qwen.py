@@ -109,5 +109,10 @@ class QwenFamily:
         pixels = torch.cat([each[name] for each, (name, _) in zip(inputs, names, strict=True)])
         grids = torch.cat([each[name] for each, (_, name) in zip(inputs, names, strict=True)])
         output = model.get_image_features(pixels, grids, return_dict=True)
-        deep = zip(*output.deepstack_features, strict=True) if self._has_timestamps else [()] * len(inputs)
-        return [MediaFeatures(*made) for made in zip(output.pooler_output, map(tuple, deep), strict=True)]
+        if not self._has_timestamps:
+            return [MediaFeatures(embeddings) for embeddings in output.pooler_output]
+        sizes = [len(embeddings) for embeddings in output.pooler_output]
+        # transformers before 5.18 returns the features of all pictures together.
+        layers = [each.split(sizes) if isinstance(each, Tensor) else each for each in output.deepstack_features]
+        deep = map(tuple, zip(*layers, strict=True))
+        return [MediaFeatures(*made) for made in zip(output.pooler_output, deep, strict=True)]
