@@ -159,15 +159,15 @@ def _prompts(fields: Fields, limits: ModelLimits, images: Any) -> tuple[bool, li
     if not isinstance(values, list) or is_integer(values[0]):
         return False, [read(values, images, field=field, images_field="image_data")]
     limits.check_count(len(values), field)
-    given = images if isinstance(images, list) and images else [None] * len(values)
-    if len(given) != len(values):
+    per_prompt = images if isinstance(images, list) and images else [None] * len(values)
+    if len(per_prompt) != len(values):
         raise ApiError(
-            f"image_data: a list of {len(given)} for {len(values)} prompts; give one list of images per prompt",
+            f"image_data: a list of {len(per_prompt)} for {len(values)} prompts; give one list of images per prompt",
             param="image_data",
         )
     return True, [
         read(value, of_prompt, field=f"{field}[{place}]", images_field=f"image_data[{place}]")
-        for place, (value, of_prompt) in enumerate(zip(values, given, strict=True))
+        for place, (value, of_prompt) in enumerate(zip(values, per_prompt, strict=True))
     ]
 
 
