@@ -359,6 +359,7 @@ def test_generate_takes_images_with_text_and_with_token_ids(engine: Engine) -> N
     cases = [
         ({"input_ids": short[1], "image_data": images}, "image_data: the tokens have 1 placeholders for 2 images"),
         ({"input_ids": short, "image_data": [images]}, "image_data: a list of 1 for 2 prompts"),
+        ({"input_ids": short, "image_data": images[0]}, "image_data: one image for 2 prompts"),
         ({"input_ids": short[1], "image_data": "/etc/passwd"}, "is not read from the disk"),
         ({"input_ids": short[1], "image_data": 7}, "image_data[0] = 7: must be a data URL"),
         ({"text": "a", "image_data": images[0]}, "0 placeholders <|image_pad|> for 1 images"),
