@@ -123,8 +123,10 @@ def fitted_size(size: tuple[int, int], limits: PictureLimits) -> tuple[int, int]
     if num_pixels > limits.max_pixels:
         scale = math.sqrt(limits.max_pixels / num_pixels)
         width, height = max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
-        # A very narrow picture cannot become narrower than one pixel.
-        return min(width, limits.max_pixels // height), min(height, limits.max_pixels // width)
+        # A very narrow picture cannot become narrower than one pixel, so it becomes shorter.
+        if width <= height:
+            return width, min(height, limits.max_pixels // width)
+        return min(width, limits.max_pixels // height), height
     if num_pixels < limits.min_pixels:
         scale = math.sqrt(limits.min_pixels / num_pixels)
         return math.ceil(width * scale), math.ceil(height * scale)
