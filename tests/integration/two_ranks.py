@@ -83,8 +83,8 @@ CASES = {
 CASES |= {
     "pictures": Case((SMALL_PACKS.replace("16", "30"), KL), 10, what=("logprobs", "reference_logprobs"), has_pictures=True),
     "pictures in mini-batches": Case(
-        ("learner.num_minibatches=3", "learner.checkpoint_activations=true", "learner.weight_decay=0.1"),
-        6,
+        ("learner.num_minibatches=4", "learner.checkpoint_activations=true", "learner.weight_decay=0.1"),
+        8,
         has_pictures=True,
     ),
     "frozen tower": Case(("learner.freeze=[vision]", *WITH_CRITIC), 10, what=("logprobs", "values"), has_pictures=True),

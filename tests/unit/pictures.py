@@ -39,9 +39,13 @@ def picture(seed: int, width: int = 56, height: int = 56) -> MediaContent:
     return MediaContent.of("image", [file.getvalue()])
 
 
+def video(seed: int, num_frames: int = 4) -> MediaContent:
+    return MediaContent.of("video", [picture(seed + number).frames[0] for number in range(num_frames)], 2.0)
+
+
 def encoded(contents: list[MediaContent], text: str = "what?", name: str = NAME) -> tuple[tuple[int, ...], Media]:
     # Transformers cannot tell two pictures apart that stand directly beside each other.
-    places = " and ".join([processor(name).family.placeholder("image")] * len(contents))
+    places = " and ".join(processor(name).family.placeholder(each.kind) for each in contents)
     return processor(name).encode(places + text, contents)
 
 
@@ -98,15 +102,7 @@ def plain_logprobs(rows: list[Trajectory], width: int, model: Any, name: str = N
 
 def _plain_row(row: Trajectory, width: int, model: Any, name: str) -> torch.Tensor:
     tokens = torch.tensor(row.tokens)
-    inputs: dict[str, Any] = {}
-    if row.media:
-        made = [processor(name).inputs(item.content) for item in row.media]
-        # Pictures of Qwen are rows of patches; those of Idefics3 are tiles of one sample.
-        along = {key: 1 if made[0][key].dim() > 3 else 0 for key in made[0]}
-        inputs = {key: torch.cat([each[key] for each in made], dim=along[key]) for key in made[0]}
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (tokens[None] == model.config.image_token_id).int()
-    logits = model(input_ids=tokens[None], **inputs).logits[0, :-1]
+    logits = model(**processor(name).model_inputs(row.tokens, row.media)).logits[0, :-1]
     scores = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
     scores = scores * torch.tensor(row.loss_mask[1:])
     response = scores[row.prompt_length - 1 :]

@@ -33,8 +33,10 @@ from headwater.core.protocols import (
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 from headwater.engine.delivery import in_thread
+from headwater.engine.media_reader import MediaReader, check_without_vision
 from headwater.models.checksum import checksum, dtype_name
-from headwater.models.load import load_model, load_tokenizer
+from headwater.models.load import load_model, load_processor, load_tokenizer
+from headwater.models.vision import VisionProcessor, uses_grid_positions
 from headwater.observe.spans import Spans
 from headwater.weights.memory import Receiver
 
@@ -56,18 +58,32 @@ class HfEngine:
     """Batches concurrent requests into calls of ``model.generate`` on a separate thread."""
 
     declared_capabilities: ClassVar[Capabilities] = Capabilities(
-        streaming=False, update_modes=("drain",), features=("logit_bias", "penalties", "grammar", "top_logprobs")
+        streaming=False,
+        media=True,
+        update_modes=("drain",),
+        features=("logit_bias", "penalties", "grammar", "top_logprobs"),
     )
 
     def __init__(
-        self, model: Any, tokenizer: Any, *, max_batch_sequences: int, max_queue: int = 65536, spans: Spans
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_batch_sequences: int,
+        max_queue: int = 65536,
+        spans: Spans,
+        processor: VisionProcessor | None = None,
     ) -> None:
+        """``processor`` is that of a vision model. Without it, requests contain only text."""
         text_config = model.config.get_text_config()
         num_positions = text_config.max_position_embeddings
         self.limits = EngineLimits(text_config.vocab_size, num_positions, num_positions, max_queue)
         self._model = model.eval()
         self._device = model.device
-        self._generator = HfGenerator(model, tokenizer)
+        self._media: MediaReader | None = None
+        if processor is not None:
+            self._media = MediaReader(processor, uses_grid=uses_grid_positions(model.config))
+        self._generator = HfGenerator(model, tokenizer, None if self._media is None else self._media.processor)
         self._max_batch_sequences = max_batch_sequences
         self._spans = spans
         self._version = 0
@@ -102,6 +118,7 @@ class HfEngine:
             max_batch_sequences=config.engine.max_sequences or _MAX_SEQUENCES,
             max_queue=config.engine.max_queue,
             spans=context.spans,
+            processor=load_processor(context.model_path),
         )
 
     @classmethod
@@ -122,11 +139,13 @@ class HfEngine:
             max_batch_sequences=config.max_sequences or _MAX_SEQUENCES,
             max_queue=config.max_queue,
             spans=Spans(),
+            processor=load_processor(model_path),
         )
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(self.declared_capabilities, dtype=dtype_name(self._model.parameters()))
+        dtype = dtype_name(self._model.parameters())
+        return replace(self.declared_capabilities, dtype=dtype, media=self._media is not None)
 
     def status(self) -> EngineStatus:
         with self._open_lock:
@@ -144,6 +163,8 @@ class HfEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         self.check(request)
+        if self._media is not None and request.media:
+            await asyncio.to_thread(self._media.read, request)
         whole = self._generator.given_whole(request)
         if whole is not None:
             return whole
@@ -248,6 +269,8 @@ class HfEngine:
     def close(self) -> None:
         self._is_closed = True
         self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._media is not None:
+            self._media.close()
 
     async def _serve_pending(self) -> None:
         # Episodes that start together send their requests within a moment; a short pause lets them share a batch.
@@ -289,10 +312,11 @@ class HfEngine:
 
     def _next_batch(self) -> list[_Pending]:
         """The oldest request, and all others that one ``generate`` call can serve with it: those with the same sampling
-        settings and the same number of given tokens."""
+        settings, the same number of given tokens and the same pictures."""
 
-        def kind(pending: _Pending) -> tuple[SamplingParams, int]:
-            return pending.request.sampling, len(pending.request.given_tokens)
+        def kind(pending: _Pending) -> tuple[SamplingParams, int, tuple[str, ...]]:
+            request = pending.request
+            return request.sampling, len(request.given_tokens), tuple(each.content.digest for each in request.media)
 
         first = kind(self._pending[0])
         batch = [each for each in self._pending if kind(each) == first][: self._max_batch_sequences]
@@ -322,6 +346,11 @@ class HfEngine:
         check_features(request, self.declared_capabilities)
         if any(not 0 <= token < limits.vocab_size for token, _ in request.sampling.logit_bias):
             raise RequestError(f"{name}: logit_bias: a token id is outside the vocabulary of {limits.vocab_size}")
+        if self._media is None:
+            check_without_vision(request, self._model.config.name_or_path or self._model.config.model_type)
+        elif request.media:
+            self._media.check(request)
+            self._generator.check_placeholders(request)
         if request.sampling.grammar is not None:
             self._generator.grammars.start(request.sampling.grammar)
 

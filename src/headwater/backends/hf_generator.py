@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -20,12 +22,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from headwater.core.errors import RequestError
 from headwater.core.records import Alternatives, ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guidance, Guide, alternatives
 from headwater.engine.sampler import SamplingBatch, distribution, sample
 from headwater.engine.stops import find_stop
 from headwater.models.load import end_token_ids
+from headwater.models.vision import VisionProcessor
 
 
 class _Draw(LogitsProcessor):  # type: ignore[misc]
@@ -94,8 +98,9 @@ class _Ended(StoppingCriteria):  # type: ignore[misc]
 class HfGenerator:
     """Generates responses with a model."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: Any, tokenizer: Any, processor: VisionProcessor | None = None) -> None:
         self._model = model
+        self._processor = processor
         self._tokenizer = tokenizer
         self._pad_token_id = tokenizer.pad_token_id
         self._end_token_ids = end_token_ids(model, tokenizer)
@@ -107,7 +112,7 @@ class HfGenerator:
     def generate(
         self, requests: Sequence[ModelRequest], version: int, is_abandoned: Callable[[], bool]
     ) -> list[ModelResponse]:
-        """Responses to requests with equal sampling settings and equally many given tokens.
+        """Responses to requests with equal sampling settings, equally many given tokens and the same pictures.
 
         ``version`` is the policy version of the weights.
         """
@@ -125,6 +130,7 @@ class HfGenerator:
         sequences = self._model.generate(
             input_ids,
             attention_mask=attention_mask,
+            **self._media_inputs(requests, width),
             logits_processor=LogitsProcessorList([draw]),
             stopping_criteria=StoppingCriteriaList(stopping),
             do_sample=False,
@@ -142,6 +148,36 @@ class HfGenerator:
             self._response(request, outputs[row], logprobs[row], version, draw, row)
             for row, request in enumerate(requests)
         ]
+
+    def check_placeholders(self, request: ModelRequest) -> None:
+        """Raise ``RequestError`` if a placeholder token is text: transformers finds media by these tokens."""
+        config = self._model.config
+        marks = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
+        tokens = np.array(request.input_tokens + request.given_tokens)
+        for item in request.media:
+            tokens[item.places()] = -1
+        place = next((place for place, token in enumerate(tokens.tolist()) if token in marks), None)
+        if place is not None:
+            raise RequestError(
+                f"request {request.request_id}: token {tokens[place]} at position {place} stands for media elsewhere "
+                "and is text here, which the hf backend cannot express; use rollout.backend=embedded"
+            )
+
+    def _media_inputs(self, requests: Sequence[ModelRequest], width: int) -> dict[str, Tensor]:
+        """The pictures, once for every request, and which tokens stand for them."""
+        if hasattr(self._model.base_model, "rope_deltas"):
+            self._model.base_model.rope_deltas = None  # those of the previous call
+        if not requests[0].media:
+            return {}
+        assert self._processor is not None, "only a model with a processor accepts media"
+        rows = [self._processor.model_inputs(each.input_tokens + each.given_tokens, each.media) for each in requests]
+        made: dict[str, Tensor] = {}
+        for name in rows[0].keys() - {"input_ids"}:
+            values = [row[name] for row in rows]
+            if name == "mm_token_type_ids":
+                values = [F.pad(each, (width - each.shape[1], 0)) for each in values]
+            made[name] = torch.cat(values).to(self._model.device)
+        return made
 
     def given_whole(self, request: ModelRequest) -> ModelResponse | None:
         """The answer to a request whose given tokens are already a complete response."""

@@ -52,4 +52,3 @@ class BatchMedia:
             has_grid |= any(any(block.grid) for item in media for block in item.blocks)
             num_packed += count
         return cls(tuple(parts), np.concatenate(rotary, axis=1) if has_grid else None)
-

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from headwater.core.errors import HeadwaterError, LogitsBroken, RolloutFailed, WaitTimeout
+from headwater.core.errors import HeadwaterError, LogitsBroken, RequestError, RolloutFailed, WaitTimeout
 from headwater.core.records import ModelResponse
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.engine.sequence import EngineSequence
@@ -185,6 +185,8 @@ def failure_of(ended: EngineSequence) -> RolloutFailed:
     name = f"request {ended.request.request_id}"
     if isinstance(ended.error, LogitsBroken):
         return LogitsBroken(f"{name}: {ended.error}")
+    if isinstance(ended.error, RequestError):
+        return ended.error  # it names the request
     failure = RolloutFailed(f"{name}: the engine failed: {type(ended.error).__name__}: {ended.error}")
     failure.__cause__ = ended.error
     return failure

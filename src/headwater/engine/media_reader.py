@@ -10,7 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from headwater.core.errors import RequestError
@@ -41,7 +41,7 @@ class Reading:
     def is_done(self) -> bool:
         return all(each.done() for each in self.shapes)
 
-    def error(self) -> Exception | None:
+    def error(self) -> RequestError | None:
         """Once it is done: why the request cannot be served."""
         for item, future in zip(self.request.media, self.shapes, strict=True):
             failure = future.exception()
@@ -61,7 +61,9 @@ class MediaReader:
 
     def __init__(self, processor: VisionProcessor, *, uses_grid: bool) -> None:
         # A separate cache: pictures of many requests wait at the same time.
-        self.processor = VisionProcessor(processor.tokenizer, processor.family, max_cache_bytes=_INPUT_BYTES)
+        self.processor = VisionProcessor(
+            processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES
+        )
         self._uses_grid = uses_grid
         self._threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "headwater-media")
         self._known: OrderedDict[str, tuple[MediaContent, Future[tuple[BlockShape, ...]]]] = OrderedDict()
@@ -79,6 +81,14 @@ class MediaReader:
     def begin(self, request: ModelRequest, on_done: Callable[[], None]) -> Reading:
         """Start to read the media of a request. ``on_done`` is called by another thread after each item."""
         return Reading(request, [self._shapes_of(item.content, on_done) for item in request.media])
+
+    def read(self, request: ModelRequest) -> None:
+        """Read the media of a request and wait for it. Raises ``RequestError`` if they cannot be served."""
+        reading = self.begin(request, lambda: None)
+        wait(reading.shapes)
+        error = reading.error()
+        if error is not None:
+            raise error
 
     def read_all(self, contents: Sequence[MediaContent]) -> None:
         """Make the tensors of all contents, in parallel, unless they are still in memory."""
@@ -157,4 +167,6 @@ def _name(content: MediaContent) -> str:
 
 
 def _text(shapes: Sequence[BlockShape]) -> str:
-    return ", ".join(f"{each.length} tokens ({'×'.join(map(str, each.grid))}, step {each.time_step:g})" for each in shapes)
+    return ", ".join(
+        f"{each.length} tokens ({'×'.join(map(str, each.grid))}, step {each.time_step:g})" for each in shapes
+    )

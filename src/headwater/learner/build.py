@@ -12,6 +12,7 @@ from headwater.algorithms.corrections import configured_corrections
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.arguments import with_arguments
 from headwater.config.schema import Config, LearnerConfig
+from headwater.core.errors import ConfigError
 from headwater.core.protocols import Learner
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
@@ -91,6 +92,13 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
     module = PolicyModule(model, config.rollout.temperature, load_processor(path))
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.run.seed)
+    if "vision" in config.learner.freeze and module.trains_vision:
+        raise ConfigError(
+            [
+                f"lora.targets = {list(config.lora.targets)}: names layers of the vision tower, which learner.freeze = "
+                "[vision] keeps as they are; remove them from one of the two"
+            ]
+        )
     return TrainEngine(
         module,
         config.learner,

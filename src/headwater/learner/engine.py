@@ -314,7 +314,7 @@ class TrainEngine(ForwardEngine):
         """Operations per second that the device can compute; None if that is not known."""
         # The output layer is computed only for trained tokens, and a critic has one output.
         self._flops = PassFlops.of(module.model, module.layers, module.num_outputs)
-        is_partial = any(not parameter.requires_grad for parameter in module.parameters())
+        is_partial = any(not parameter.requires_grad for parameter in module.layers.parameters())
         self._num_passes = 2.0 if is_partial else 3.0
         """Of the cost of a forward pass. Frozen weights, such as those below LoRA adapters, need no gradients."""
 
@@ -380,7 +380,7 @@ class TrainEngine(ForwardEngine):
                 if counts:
                     micro = columns[pack.rows]
                     self._backward(outputs, micro, loss_fn, aggregation, totals, sums)
-                    sums.add_flops(self._num_passes * self._pass_flops(pack))
+                    sums.add_flops(self._num_passes * self._pass_flops(pack) + self._vision_flops(pack))
                     if compares_rollouts:
                         tensors = micro.batch
                         sums.add_gap(outputs["logprobs"], tensors["rollout_logprobs"], tensors["response_mask"])
@@ -428,6 +428,11 @@ class TrainEngine(ForwardEngine):
         lengths = segments.lengths
         pairs = float((lengths * segments.prefix_lengths + lengths * (lengths + 1) // 2).sum())
         return each.per_token * len(pack.input_ids) + each.per_pair * pairs + each.per_prediction * len(pack.targets)
+
+    def _vision_flops(self, pack: Pack) -> float:
+        """Of the forward pass of the tower, and of its backward pass if it is trained."""
+        num_tokens = sum(pack.media.num_tokens) if pack.media is not None else 0
+        return (self._num_passes if self.module.trains_vision else 1.0) * self._flops.per_media_token * num_tokens
 
     def save(self, folder: Path, *, with_optimizer: bool = True) -> None:
         """Write the trained weights and the optimiser's state, one shard per rank."""

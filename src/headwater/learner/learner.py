@@ -7,7 +7,7 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
+from headwater.core.media import MEDIA_COLUMN
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.learner.actor import Actor
@@ -37,6 +38,7 @@ from headwater.learner.export import (
 )
 from headwater.learner.held import held_by
 from headwater.learner.lora import without_adapters
+from headwater.learner.packed_module import PackedModule
 from headwater.learner.profiler import Profiler
 from headwater.learner.rank_files import reporting, see_folder, wait_for_ranks
 from headwater.learner.reward_model import RewardModel
@@ -117,6 +119,12 @@ class LocalLearner:
             raise DataError(
                 f"compute 'reward_model': the batch has no column {CONVERSATION!r}; add the messages of each row"
             )
+        media = batch.non_tensor_batch.get(MEDIA_COLUMN, ())
+        if (row := next((row for row, each in enumerate(media) if each), None)) is not None:
+            raise DataError(
+                f"reward.model = {self.config.reward.model}: scores conversations as text, but row {row} of the batch "
+                "has images or videos; use a reward function for them, and remove reward.model"
+            )
         return {"reward_model": self.reward_model.scores(batch.non_tensor_batch[CONVERSATION].tolist())}
 
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -147,15 +155,15 @@ class LocalLearner:
         self._supervised = None
         if self.reference is None or self.reference is self.actor.engine or self.config.reference.path:
             return
-        model = self.reference.module.model
+        module = self.reference.module
         policy = {plain_name(name): each for name, each in self.actor.engine.module.model.named_parameters()}
-        for name, parameter in model.named_parameters():
+        for name, parameter in module.model.named_parameters():
             held_by(parameter).copy_(held_by(policy[plain_name(name)]))
         self.reference.frozen.changed()
         if self._is_first:
             # A folder that exists is left from a warm start that did not reach a checkpoint.
             shutil.rmtree(folder, ignore_errors=True)
-        self._save_model(model, folder)
+        self._save_model(module, folder)
 
     def export(self, role: Role = "policy") -> Iterator[Bucket]:
         self._return()
@@ -203,7 +211,7 @@ class LocalLearner:
         self._finish_writing()
         self._return()
         settings = self.config.trainer
-        self._save_model(self.actor.engine.module.model, folder / "model", self._saved_dtype)
+        self._save_model(self.actor.engine.module, folder / "model", self._saved_dtype)
         self.actor.engine.save(folder, with_optimizer=settings.checkpoint_optimizer)
         if self.critic is not None:
             self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
@@ -223,18 +231,19 @@ class LocalLearner:
         shapes, dtypes = weight_shapes(model), self._saved_dtypes(model, self._saved_dtype)
         known = saving.trained_names(model)
 
+        def save(weights: Iterable[tuple[str, Tensor]]) -> None:
+            made = WeightsToSave(shapes, dtypes, weights)
+            save_model(model, self.tokenizer, folder / "model", made, engine.module.processor)
+
         def write(copies: Mapping[str, Mapping[str, Tensor]], rest: saving.Rest) -> None:
             if num_ranks == 1:
-                save_model(
-                    model, self.tokenizer, folder / "model", WeightsToSave(shapes, dtypes, copies[saving.MODEL].items())
-                )
+                save(copies[saving.MODEL].items())
             saving.write_parts(folder, parts, copies)
             if num_ranks > 1:
                 saving.write_rest(folder, rest, copies[saving.MODEL])
             if num_ranks > 1 and self._is_first:
                 wait_for_ranks(folder, range(1, num_ranks))
-                joined = saving.joined_weights(folder, shapes, known, parts[""], rest)
-                save_model(model, self.tokenizer, folder / "model", WeightsToSave(shapes, dtypes, joined))
+                save(saving.joined_weights(folder, shapes, known, parts[""], rest))
                 saving.remove_rest(folder)
 
         return self._snapshots.take(parts, model, write)
@@ -358,14 +367,15 @@ class LocalLearner:
     def _trained(self, role: Role) -> TrainEngine:
         return self.actor.engine if role == "policy" else self._critic().engine
 
-    def _save_model(self, model: nn.Module, folder: Path, dtype: torch.dtype | None = None) -> None:
+    def _save_model(self, module: PackedModule, folder: Path, dtype: torch.dtype | None = None) -> None:
         """Write a model folder, in ``dtype`` if given. All ranks gather the weights, and the first rank writes them."""
+        model = module.model
         tensors = merged_weights(model)
         with self.actor.engine.ranks.together():
             try:
                 if self._is_first:
                     weights = WeightsToSave(weight_shapes(model), self._saved_dtypes(model, dtype), tensors)
-                    save_model(model, self.tokenizer, folder, weights)
+                    save_model(model, self.tokenizer, folder, weights, module.processor)
             finally:
                 for _ in tensors:  # the other ranks take part in gathering every tensor, even if writing failed
                     pass

@@ -58,6 +58,7 @@ class PackedModule(nn.Module):
         use_packed_attention(model)
         # Dropout stays off, so that the trained policy is the policy that sampled.
         self.model = model.eval()
+        self.processor = processor
         self.tower: VisionTower | None = None
         self.vision_modules: list[nn.Module] = []
         """The parts of the model that see pixels. They are parts of ``model``, so they are not registered again."""

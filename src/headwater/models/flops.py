@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwater.models.vision.architecture import is_projector, patches_per_token, vision_parameter_names
+
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "B100": 1750.0,
@@ -61,6 +63,8 @@ class PassFlops:
     """In attention, for every pair of a token and one that it attends to."""
     per_prediction: float
     """In the output layer, for every token whose log-prob or value is computed."""
+    per_media_token: float = 0.0
+    """In a vision tower without its attention, for every token that stands for a part of an image or video."""
 
     @classmethod
     def of(cls, model: Any, layers: nn.ModuleList, num_outputs: int) -> PassFlops:
@@ -79,4 +83,14 @@ class PassFlops:
             per_token=2.0 * weights,
             per_pair=4.0 * len(layers) * num_heads * head_dim,
             per_prediction=2.0 * config.hidden_size * num_outputs,
+            per_media_token=_vision_flops(model),
         )
+
+
+def _vision_flops(model: Any) -> float:
+    names = vision_parameter_names(model)
+    if not names:
+        return 0.0
+    num_patches = patches_per_token(model.config)
+    weights = ((name, each.numel()) for name, each in model.named_parameters() if name in names and each.dim() > 1)
+    return 2.0 * sum(int(count) * (1 if is_projector(name) else num_patches) for name, count in weights)

@@ -38,7 +38,7 @@ from headwater.models.builtin.tiny import build_config, build_model, build_token
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
-from headwater.models.sharded_load import ShardReader, load_skeleton, matches
+from headwater.models.sharded_load import ShardReader, load_skeleton, matches, named_as_in
 from headwater.models.source import ModelSource, locate, resolve_model
 from headwater.models.vision.architecture import check_supported, is_vision
 from headwater.models.vision.families import vision_family
@@ -152,6 +152,7 @@ def part_with(auto_class: Any, location: Path, dtype: torch.dtype, key: str) -> 
             model = load_skeleton(auto_class, read_config(location, key), dtype)
     except Exception as error:  # architectures raise arbitrary errors when a shape in config.json makes no sense
         raise _cannot_read(location, "config", error, key) from error
+    files = named_as_in(model, files)
     if not matches(model, files):
         logger.warning("%s: its weights have other names than the model's; every rank loads all of them", location)
         return None, None

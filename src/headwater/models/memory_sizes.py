@@ -19,6 +19,7 @@ from headwater.models.device import resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.load import read_config
 from headwater.models.source import locate, resolve_model
+from headwater.models.vision.architecture import is_vision, patches_per_token, vision_parameter_names
 
 TRAINED_BYTES, GRADIENT_BYTES, AVERAGES_BYTES = 4, 4, 8
 """Of one trained weight: itself and its gradient in float32, and AdamW's two averages."""
@@ -51,7 +52,12 @@ class ModelSize:
     vocab_size: int
     kv_values_per_token: int
     linear_shapes: tuple[tuple[str, int, int], ...] = ()
-    """The last part of the name, input and output size of every linear layer except the output layer."""
+    """The last part of the name, input and output size of every linear layer of the decoder, which may have adapters.
+    The output layer and a vision tower are not among them."""
+    num_vision_parameters: int = 0
+    """Of a vision tower and its projector. They are root parameters as well."""
+    vision_values: int = 0
+    """Inputs of the tower's blocks, per token of the decoder that stands for a part of a picture."""
 
     @classmethod
     def read(cls, path: str, key: str = "model.path") -> ModelSize:
@@ -62,18 +68,20 @@ class ModelSize:
 
     @classmethod
     def of_config(cls, config: Any) -> ModelSize:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        text = config.get_text_config(decoder=True)
         with torch.device("meta"), quiet():
-            model = AutoModelForCausalLM.from_config(text)
-        return cls.of(model)
+            if is_vision(config):
+                return cls.of(AutoModelForImageTextToText.from_config(config))
+            return cls.of(AutoModelForCausalLM.from_config(config.get_text_config(decoder=True)))
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
-        config = model.config
-        in_layers = sum(each.numel() for each in model.get_decoder().layers.parameters())
+        config = model.config.get_text_config(decoder=True)
+        decoder = model.get_decoder()
+        in_layers = sum(each.numel() for each in decoder.layers.parameters())
         every = [each.numel() for each in model.parameters()]
+        of_vision = vision_parameter_names(model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         head = model.get_output_embeddings()
         return cls(
@@ -87,9 +95,11 @@ class ModelSize:
             kv_values_per_token=2 * config.num_hidden_layers * config.num_key_value_heads * head_dim,
             linear_shapes=tuple(
                 (name.rpartition(".")[2], each.in_features, each.out_features)
-                for name, each in model.named_modules()
+                for name, each in decoder.named_modules()
                 if isinstance(each, nn.Linear) and each is not head
             ),
+            num_vision_parameters=sum(each.numel() for name, each in model.named_parameters() if name in of_vision),
+            vision_values=_vision_values(model.config) if of_vision else 0,
         )
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
@@ -116,6 +126,10 @@ class ModelSize:
         at_layer = recomputed + gathered + of_weights
         return inputs + max(at_head, at_layer)
 
+    def vision_bytes(self, num_tokens: int, itemsize: int, *, is_checkpointed: bool) -> int:
+        """What a trained vision tower keeps for its backward pass if all ``num_tokens`` stand for pictures."""
+        return num_tokens * self.vision_values * itemsize * (1 if is_checkpointed else _KEPT_PER_TOKEN)
+
     def forward_bytes(self, num_tokens: int, itemsize: int) -> int:
         """The peak of a pass without gradients."""
         logits = 3 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
@@ -133,6 +147,13 @@ class ModelSize:
     def decode_bytes(self, num_rows: int) -> int:
         """What the engine's CUDA graphs hold."""
         return num_rows * self.vocab_size * _ROW_BYTES
+
+
+def _vision_values(config: Any) -> int:
+    """Patches of a token, times the width of the tower, times the number of its blocks."""
+    vision = config.vision_config
+    num_blocks = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers
+    return int(patches_per_token(config) * vision.hidden_size * num_blocks)
 
 
 @dataclass(frozen=True)
@@ -166,8 +187,14 @@ class RunSizes:
         """
         item = resolve_dtype(config.model.dtype, config.model.device).itemsize
         learner, lora = config.learner, config.lora
-        trained = policy.adapter_parameters(lora.rank, lora.targets) if lora.rank else policy.num_parameters
-        parameters = policy.num_parameters * item + trained * TRAINED_BYTES if lora.rank else trained * TRAINED_BYTES
+        trains_vision = not lora.rank and "vision" not in learner.freeze
+        trained = policy.num_parameters - (0 if trains_vision else policy.num_vision_parameters)
+        if lora.rank:
+            trained = policy.adapter_parameters(lora.rank, lora.targets)
+        # Beside adapters, the model has the type in which passes compute; otherwise all of it is loaded in float32.
+        parameters = policy.num_parameters * TRAINED_BYTES
+        if lora.rank:
+            parameters = policy.num_parameters * item + trained * TRAINED_BYTES
         largest = policy.largest_parameter if not lora.rank else 0
         if "critic" in others:
             trained += others["critic"].num_parameters
@@ -185,6 +212,9 @@ class RunSizes:
             each.activation_bytes(micro, item, is_checkpointed=checkpointed, trains_all=trains_all)
             for each, trains_all in passes.items()
         )
+        if trains_vision:
+            pictures = min(micro, _prompt_tokens_of_step(config))
+            activations += policy.vision_bytes(pictures, item, is_checkpointed=checkpointed)
         gradients = trained * GRADIENT_BYTES
         if _makes_forward_passes(config, others):
             most = min(learner.forward_tokens, num_tokens)
@@ -208,10 +238,13 @@ class RunSizes:
 def _tokens_of_step(config: Config) -> int:
     """The most tokens that the responses of one step have, with their prompts, each of which counts once if the samples
     share it."""
-    num_samples = config.rollout.num_samples_per_prompt
-    num_prompts = 1 if config.learner.share_prompts else num_samples
-    tokens = num_prompts * config.data.max_prompt_tokens + num_samples * config.rollout.max_new_tokens
-    return config.trainer.num_prompts_per_step * tokens
+    num_samples = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
+    return _prompt_tokens_of_step(config) + num_samples * config.rollout.max_new_tokens
+
+
+def _prompt_tokens_of_step(config: Config) -> int:
+    num_samples = 1 if config.learner.share_prompts else config.rollout.num_samples_per_prompt
+    return config.trainer.num_prompts_per_step * num_samples * config.data.max_prompt_tokens
 
 
 def _makes_forward_passes(config: Config, others: dict[str, ModelSize]) -> bool:

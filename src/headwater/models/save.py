@@ -17,10 +17,13 @@ from safetensors import SafetensorError
 from headwater.core.disk import disk_full
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.models.folder import quiet
+from headwater.models.vision.architecture import is_vision
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from headwater.models.vision.processor import VisionProcessor
 
 _MAX_FILE_BYTES = 5 * 2**30
 _INDEX = "model.safetensors.index.json"
@@ -37,8 +40,16 @@ class WeightsToSave:
     tensors: Iterable[tuple[str, Tensor]]
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsToSave | None = None) -> Path:
+def save_model(
+    model: Any,
+    tokenizer: Any,
+    folder: Path | str,
+    weights: WeightsToSave | None = None,
+    processor: VisionProcessor | None = None,
+) -> Path:
     """Save in the Hugging Face format. An existing folder is used only if it is empty.
+
+    A vision model is saved with its ``processor``, without which it could not be given pictures.
 
     ``weights`` are written one tensor at a time, so that no second copy of the model is needed. If the architecture
     stores its weights under other names than the model uses, they are collected first, in main memory.
@@ -48,6 +59,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsT
         raise ModelError(
             f"cannot save the model to {target}: it exists and is not empty; remove it or name another folder"
         )
+    if processor is None and is_vision(model.config):
+        raise ModelError(f"cannot save the vision model to {target} without its processor; pass that of load_processor")
     # Beside the target, because a rename is atomic only within one file system. mkdtemp would make a private folder.
     temporary = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.partial"
     try:
@@ -59,6 +72,8 @@ def save_model(model: Any, tokenizer: Any, folder: Path | str, weights: WeightsT
                 _save_config(model, temporary)
                 _write_weights(temporary, weights)
             tokenizer.save_pretrained(temporary)
+            if processor is not None:
+                processor.save(temporary)
         if weights is not None:
             _state_dtype(temporary / "config.json", weights)
         _share_weights(temporary)

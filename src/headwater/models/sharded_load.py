@@ -8,9 +8,9 @@ files.read(parameters, buffers)      # reads only the rows that this rank holds
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ class ShardReader:
     """The safetensors files of a model folder."""
 
     file_of: Mapping[str, Path]
-    """The file that holds each tensor."""
+    """The file that holds each tensor, by the tensor's name in the model."""
+    stored_names: Mapping[str, str] = field(default_factory=dict)
+    """The names in the files, by those in the model, of tensors for which they differ."""
 
     @classmethod
     def of(cls, folder: Path) -> ShardReader | None:
@@ -39,6 +41,11 @@ class ShardReader:
             with safe_open(file, framework="pt") as opened:
                 found.update(dict.fromkeys(opened.keys(), file))
         return cls(found) if files else None
+
+    def renamed(self, rename: Callable[[str], str]) -> ShardReader:
+        """The same files for a model that uses other names. ``rename`` makes them of the names in the files."""
+        stored = {rename(name): name for name in self.file_of}
+        return ShardReader({name: self.file_of[each] for name, each in stored.items()}, stored)
 
     @torch.no_grad()
     def read(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -53,7 +60,8 @@ class ShardReader:
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as opened:
                 for name in names:
-                    _fill(wanted[name], opened.get_slice(name), f"{file}: {name}")
+                    stored = self.stored_names.get(name, name)
+                    _fill(wanted[name], opened.get_slice(stored), f"{file}: {stored}")
 
 
 def _fill(target: Tensor, stored: Any, where: str) -> None:
@@ -82,6 +90,26 @@ def load_skeleton(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:
     with _parameters_on_meta():
         model = auto_class.from_config(config, dtype=dtype)
     return model.eval()
+
+
+def named_as_in(model: Any, files: ShardReader) -> ShardReader:
+    """``files`` with the names of the model, for architectures of which transformers only changes names.
+
+    Qwen2.5-VL is one: its files have ``visual`` and ``model.layers`` for what is now within ``model``.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    if not changes or not all(isinstance(each, WeightRenaming) for each in changes):
+        return files
+
+    def rename(name: str) -> str:
+        for change in changes:
+            name = change.rename_source_key(name)[0]
+        return name
+
+    return files.renamed(rename)
 
 
 def matches(model: Any, files: ShardReader) -> bool:

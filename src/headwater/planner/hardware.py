@@ -74,7 +74,7 @@ class ModelShape:
                 num_kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
                 head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
                 vocab_size=int(text.vocab_size),
-                is_tied=bool(getattr(text, "tie_word_embeddings", False)),
+                is_tied=any(bool(getattr(each, "tie_word_embeddings", False)) for each in (config, text)),
             )
         except (AttributeError, TypeError) as error:
             raise HeadwaterError(

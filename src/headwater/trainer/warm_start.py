@@ -82,6 +82,7 @@ def demonstration(prompt: Prompt, tokenizer: Any, template_args: Mapping[str, An
         versions=tuple(0 if is_trained else NOT_SAMPLED for is_trained in mask),
         reward=0.0,
         stop_reason="stop",
+        media=prompt.media,
     )
 
 

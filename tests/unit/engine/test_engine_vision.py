@@ -13,10 +13,9 @@ from engine.vision_parts import (
     asking,
     full_pass,
     generated,
+    has_stray_placeholder,
     logits_after,
-    make_model,
     picture,
-    processor_of,
     reference,
     running,
     weights,
@@ -51,6 +50,12 @@ def tower_calls(monkeypatch):
 def assert_right(name, requests, responses):
     for asked, response in zip(requests, responses, strict=True):
         assert response.output_logprobs == pytest.approx(full_pass(name, asked, response), **CLOSE)
+
+
+def with_given(requests, responses, count):
+    """The requests after ``count`` tokens of their responses."""
+    pairs = zip(requests, responses, strict=True)
+    return [replace(asked, given_tokens=response.output_tokens[:count]) for asked, response in pairs]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,9 +98,8 @@ def test_the_tower_runs_once_per_picture(name, tower_calls):
 @pytest.mark.parametrize("name", NAMES)
 def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
     asked = [asking(name, [ONE], key, max_new_tokens=24) for key in range(3)]
-    changed = {key: value for key, value in reference(name).named_parameters()}
-    for key in vision_parameter_names(reference(name)):
-        changed[key] = dict(reference(name, 1).named_parameters())[key]
+    changed, other = (dict(reference(name, seed).named_parameters()) for seed in (0, 1))
+    changed |= {key: other[key] for key in vision_parameter_names(reference(name))}
     with running(name, decode_steps=2) as engine:
         before = engine.weights_checksum()
         slow = Stepped(engine)
@@ -152,7 +156,9 @@ def test_preempted_and_continued_requests_equal_transformers(name):
         assert engine.metrics().num_preempted > 0
         assert_right(name, asked, responses)
         # The same responses, continued from a part of them, and the next turn of a conversation.
-        continued = [replace(each, given_tokens=done.output_tokens[:7]) for each, done in zip(asked, responses, strict=True)]
+        continued = [
+            replace(each, given_tokens=done.output_tokens[:7]) for each, done in zip(asked, responses, strict=True)
+        ]
         rest = engine.generate(continued)
         assert [each.output_tokens for each in rest] == [each.output_tokens[7:] for each in responses]
         assert_right(name, continued, rest)
@@ -172,29 +178,16 @@ def test_log_probs_of_a_prompt_with_pictures(name):
     assert_right(name, [asked, asking(name, [ONE, WIDE])], [response, later])
 
 
-def test_a_placeholder_token_that_stands_for_nothing_is_text():
+@pytest.mark.parametrize("name", NAMES)
+def test_a_placeholder_token_that_stands_for_nothing_is_text(name):
     """A model may sample it. In a response and in a later prompt it has the embedding of its token."""
-    name = NAMES[0]
     mark = reference(name).config.image_token_id
     asked = replace(asking(name, [ONE]), given_tokens=(9, mark, 10))
     written = replace(asked, input_tokens=(*asked.input_tokens, mark), given_tokens=())
     alone = replace(asking(name, []), input_tokens=(7, mark, mark, 8))
+    assert has_stray_placeholder(name, written.input_tokens, written.media)
     with running(name) as engine:
-        responses = engine.generate([asked, written, alone])
-    model = reference(name)
-    for request, response in zip([asked, written, alone], responses, strict=True):
-        tokens = (*request.input_tokens, *request.given_tokens, *response.output_tokens)
-        with torch.no_grad():
-            embeddings = model.get_input_embeddings()(torch.tensor(tokens))
-            for item in request.media:
-                [features] = VisionTower(model, processor_of(name))([item.content])
-                embeddings[item.places()] = features.embeddings
-            positions = torch.from_numpy(rotary_positions(len(tokens), request.media))[:, None]
-            hidden = model.get_decoder()(inputs_embeds=embeddings[None], position_ids=positions).last_hidden_state
-            logprobs = model.lm_head(hidden)[0].log_softmax(-1)
-        first = len(tokens) - len(response.output_tokens)
-        expected = [float(logprobs[first + place - 1, token]) for place, token in enumerate(response.output_tokens)]
-        assert response.output_logprobs == pytest.approx(expected, **CLOSE)
+        assert_right(name, [asked, written, alone], engine.generate([asked, written, alone]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -206,7 +199,9 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(name, tower_calls
         assert_right(name, asked, together)
     with running(name, deterministic=True, max_prefill_tokens=9, page_tokens=16) as engine:
         alone = [engine.generate([each])[0] for each in asked]
-        continued = [replace(each, given_tokens=done.output_tokens[:3]) for each, done in zip(asked, alone, strict=True)]
+        continued = [
+            replace(each, given_tokens=done.output_tokens[:3]) for each, done in zip(asked, alone, strict=True)
+        ]
         rest = engine.generate(continued)
     assert bits(alone) == bits(together)
     assert {len(call) for call in tower_calls} == {1}, "the bits of a picture may depend on others of the same call"

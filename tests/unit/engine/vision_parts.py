@@ -15,12 +15,12 @@ from PIL import Image
 
 from headwater.chat.render import render_chat
 from headwater.config.schema import EngineConfig
-from headwater.core.media import Media, MediaContent
+from headwater.core.media import Media, MediaContent, rotary_positions
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model, load_processor
-from headwater.models.vision import SUPPORTED_VISION, VisionProcessor
+from headwater.models.vision import SUPPORTED_VISION, VisionProcessor, VisionTower, uses_grid_positions
 
 NAMES = SUPPORTED_VISION
 
@@ -61,7 +61,9 @@ def picture(seed: int = 0, width: int = 56, height: int = 56) -> MediaContent:
     return MediaContent.of("image", [file.getvalue()])
 
 
-def prompt_of(name: str, contents: Sequence[MediaContent], text: str = "What is this?") -> tuple[tuple[int, ...], Media]:
+def prompt_of(
+    name: str, contents: Sequence[MediaContent], text: str = "What is this?"
+) -> tuple[tuple[int, ...], Media]:
     parts = [part for _ in contents for part in ({"type": "image"}, {"type": "text", "text": " and "})]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
     return processor_of(name).encode(render_chat(processor_of(name).template, messages), contents)
@@ -89,26 +91,50 @@ def running(name: str, model: Any = None, **settings: Any) -> Iterator[Engine]:
 
 def model_inputs(name: str, tokens: Sequence[int], media: Media, device: str = "cpu") -> dict[str, Any]:
     """What a processor of transformers gives to the model."""
-    ids = torch.tensor([list(tokens)])
     if not media:
-        return {"input_ids": ids.to(device)}
-    pictures = [item.content.images()[0] for item in media]
-    inputs = dict(processor_of(name).family.image_processor([pictures], return_tensors="pt"))
-    kinds = torch.zeros_like(ids)
-    for item in media:
-        kinds[0, item.places()] = 1
-    inputs["mm_token_type_ids"] = kinds
-    return {key: value.to(device) for key, value in {"input_ids": ids, **inputs}.items()}
+        return {"input_ids": torch.tensor([list(tokens)], device=device)}
+    return {key: value.to(device) for key, value in processor_of(name).model_inputs(tokens, media).items()}
 
 
 @torch.no_grad()
 def logits_after(name: str, tokens: Sequence[int], media: Media, seed: int = 0, device: str = "cpu") -> torch.Tensor:
     """The logits after each of ``tokens``, ``[tokens, vocabulary]``, in one pass of transformers."""
     model = reference(name, seed, device)
+    if media and has_stray_placeholder(name, tokens, media):
+        return _assembled_logits(name, model, tokens, media).float().cpu()
     return model(**model_inputs(name, tokens, media, device), use_cache=False).logits[0].float().cpu()
 
 
-def full_pass(name: str, asked: ModelRequest, response: ModelResponse, seed: int = 0, device: str = "cpu") -> list[float]:
+def has_stray_placeholder(name: str, tokens: Sequence[int], media: Media) -> bool:
+    """Whether a placeholder token is text. Models sample it like others, but transformers would look for a picture."""
+    config = reference(name).config
+    marks = {config.image_token_id, getattr(config, "video_token_id", None)}
+    places = {place for item in media for place in item.places().tolist()}
+    return any(token in marks and place not in places for place, token in enumerate(tokens))
+
+
+def _assembled_logits(name: str, model: Any, tokens: Sequence[int], media: Media) -> torch.Tensor:
+    """A pass of the model's decoder over embeddings, which does not look for placeholder tokens."""
+    embeddings = model.get_input_embeddings()(torch.tensor(tokens, device=model.device))
+    features = VisionTower(model, processor_of(name))([item.content for item in media])
+    places = torch.from_numpy(np.concatenate([item.places() for item in media])).to(model.device)
+    embeddings[places] = torch.cat([each.embeddings for each in features])
+    options: dict[str, Any] = {}
+    if uses_grid_positions(model.config):
+        options["position_ids"] = torch.from_numpy(rotary_positions(len(tokens), media))[:, None].to(model.device)
+    if features[0].deep:
+        stands_for_media = torch.zeros(1, len(tokens), dtype=torch.bool, device=model.device)
+        stands_for_media[:, places] = True
+        options["visual_pos_masks"] = stands_for_media
+        options["deepstack_visual_embeds"] = [
+            torch.cat(layer) for layer in zip(*(each.deep for each in features), strict=True)
+        ]
+    return model.lm_head(model.get_decoder()(inputs_embeds=embeddings[None], **options).last_hidden_state)[0]
+
+
+def full_pass(
+    name: str, asked: ModelRequest, response: ModelResponse, seed: int = 0, device: str = "cpu"
+) -> list[float]:
     """The log-probs of a response according to transformers."""
     tokens = (*asked.input_tokens, *asked.given_tokens, *response.output_tokens)
     first = len(tokens) - len(response.output_tokens)

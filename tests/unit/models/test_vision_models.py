@@ -13,9 +13,15 @@ import torch
 from PIL import Image
 
 from headwater.chat.render import render_chat
+from headwater.config.load import load_config
 from headwater.core.media import Media, MediaContent, rotary_positions, rotary_shift
-from headwater.models.load import load_model, load_processor, load_tokenizer
+from headwater.models import precision
+from headwater.models.flops import PassFlops
+from headwater.models.load import load_model, load_processor, load_tokenizer, vocabulary_size
+from headwater.models.memory_sizes import ModelSize, RunSizes
 from headwater.models.vision import VisionProcessor, VisionTower, uses_grid_positions, vision_parameter_names
+from headwater.models.wide_layers import widen_layers
+from headwater.planner.hardware import shape_of
 
 NAMES = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"]
 
@@ -39,6 +45,11 @@ def picture(width: int, height: int, seed: int = 0) -> MediaContent:
     return MediaContent.of("image", [file.getvalue()])
 
 
+def video(num_frames: int, width: int, height: int, frames_per_s: float) -> MediaContent:
+    frames = [picture(width, height, seed).frames[0] for seed in range(num_frames)]
+    return MediaContent.of("video", frames, frames_per_s)
+
+
 def question(name: str, num_images: int) -> str:
     parts = [{"type": "image"}, {"type": "text", "text": " and then "}] * num_images
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
@@ -55,9 +66,9 @@ def reference_inputs(name: str, tokens: tuple[int, ...], contents: list[MediaCon
     return {"input_ids": ids, **types, **inputs}
 
 
-def assembled_logits(name: str, tokens: tuple[int, ...], media: Media) -> torch.Tensor:
+def assembled_logits(name: str, tokens: tuple[int, ...], media: Media, model: Any = None) -> torch.Tensor:
     """A forward pass out of its parts, as the engine and the learner do it."""
-    model = model_of(name)
+    model = model or model_of(name)
     embeddings = model.get_input_embeddings()(torch.tensor(tokens))
     features = VisionTower(model, processor_of(name))([item.content for item in media])
     places = torch.from_numpy(np.concatenate([item.places() for item in media]))
@@ -152,3 +163,48 @@ def test_a_pickled_processor_encodes_the_same(name: str) -> None:
     assert copy.encode(question(name, 1), [content]) == processor_of(name).encode(question(name, 1), [content])
     for key, tensor in processor_of(name).inputs(content).items():
         assert torch.equal(copy.inputs(content)[key], tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_and_costs_count_the_tower(name: str) -> None:
+    model, size = model_of(name), ModelSize.read(f"tiny:{name}")
+    counts = {key: each.numel() for key, each in model.named_parameters()}
+    assert size == ModelSize.of(model)
+    assert size.num_parameters == sum(counts.values())
+    assert size.num_vision_parameters == sum(counts[key] for key in vision_parameter_names(model)) > 0
+    assert {key for key, _, _ in size.linear_shapes} >= {"q_proj", "down_proj"}
+    assert len(size.linear_shapes) == 4 * 7, "the layers of the decoder only"
+    # Two blocks of width 64 see each of the 4 patches of a token.
+    assert size.vision_values == 4 * 64 * 2
+    flops = PassFlops.of(model, model.get_decoder().layers, num_outputs=512)
+    block = 64 * 64 * 4 + 64 * 128 * (3 if name == "qwen2_5_vl" else 2)
+    assert flops.per_media_token >= 2 * 4 * 2 * block
+    assert flops.per_media_token <= 2 * 4 * size.num_vision_parameters
+    assert vocabulary_size(f"tiny:{name}") == len(processor_of(name).tokenizer)
+    assert shape_of(f"tiny:{name}").num_parameters == pytest.approx(
+        size.num_parameters - size.num_vision_parameters, rel=0.01
+    )
+
+
+def test_a_frozen_tower_needs_no_gradients() -> None:
+    size = ModelSize.read("tiny:qwen2_5_vl")
+    trained, frozen = (
+        RunSizes.of(load_config(None, list(settings)).config, size, {}, num_rows=1, prefill=16)
+        for settings in ((), ("learner.freeze=[vision]",))
+    )
+    assert trained.gradients - frozen.gradients == 4 * size.num_vision_parameters
+    assert trained.optimizer - frozen.optimizer == 8 * size.num_vision_parameters
+    assert trained.activations > frozen.activations
+    assert trained.parameters == frozen.parameters
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_wide_layers_take_embeddings_of_pictures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, media = processor_of(name).encode(question(name, 1), [picture(56, 84)])
+    expected = assembled_logits(name, tokens, media)
+    # In float32 the wide parts must not change anything.
+    monkeypatch.setattr(precision, "NARROW_TYPES", (torch.float32,))
+    wide = load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=0)
+    assert widen_layers(wide, torch.float32, uses_kernels=False)
+    torch.testing.assert_close(assembled_logits(name, tokens, media, wide), expected, atol=0, rtol=0)

@@ -13,7 +13,7 @@ from typing import Any
 from headwater.backends import BackendContext
 from headwater.backends.remote.link import OtherWeights, ServerInfo
 from headwater.core.errors import ConfigError
-from headwater.models.load import end_token_ids, load_model, load_part, local_folder
+from headwater.models.load import end_token_ids, load_model, load_part, load_processor, local_folder
 from headwater.models.save import save_model
 from headwater.models.source import resolve_model
 
@@ -115,5 +115,5 @@ def model_folder(context: BackendContext) -> Iterator[Path]:
     with TemporaryDirectory(prefix="headwater-model-") as folder:
         config = context.config
         model = load_model(context.model_path, dtype=config.model.dtype, device="cpu", seed=config.run.seed)
-        save_model(model, context.tokenizer, folder)
+        save_model(model, context.tokenizer, folder, processor=load_processor(context.model_path))
         yield Path(folder)

@@ -34,6 +34,18 @@ def check_supported(config: Any, name: str) -> None:
         )
 
 
+def patches_per_token(config: Any) -> int:
+    """How many patches of a picture the projector merges into one token of the decoder."""
+    vision = config.vision_config
+    side = vision.spatial_merge_size if hasattr(vision, "spatial_merge_size") else config.scale_factor
+    return int(side) ** 2
+
+
+def is_projector(name: str) -> bool:
+    """Whether a parameter of ``vision_parameter_names`` is applied to merged patches."""
+    return "merger" in name or ".connector." in name
+
+
 def vision_parameter_names(model: Any) -> set[str]:
     """The names of the parameters of the vision tower and of what projects its output. Empty for a text model."""
     if not is_vision(model.config):

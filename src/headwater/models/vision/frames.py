@@ -63,5 +63,5 @@ def grouped_patches(image_processor: Any, frames: Sequence[Image.Image], size: t
     missing = -len(frames) % group
     patches = torch.cat([patches, patches[-1:].expand(missing, -1, -1, -1)])
     num_groups = len(patches) // group
-    together = patches.unflatten(0, (num_groups, group)).permute(0, 2, 3, 1, 4)
+    together = patches.view(num_groups, group, *patches.shape[1:]).permute(0, 2, 3, 1, 4)
     return together.reshape(num_groups * together.shape[1], -1).contiguous(), num_groups

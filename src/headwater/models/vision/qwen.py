@@ -13,6 +13,10 @@ from headwater.models.vision.family import BlockShape, MediaFeatures
 from headwater.models.vision.frames import fitted_size, frame_rate, grouped_patches, size_of
 
 _TOKENS: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+_TENSORS: dict[MediaKind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 
 
@@ -68,7 +72,7 @@ class QwenFamily:
         pixels, num_groups = grouped_patches(self.image_processor, content.images(), (height, width))
         patch = int(self.image_processor.patch_size)
         grid = torch.tensor([[num_groups, height // patch, width // patch]])
-        made = {"pixel_values_videos": pixels, "video_grid_thw": grid}
+        made = dict(zip(_TENSORS["video"], (pixels, grid), strict=True))
         if not self._has_timestamps:
             group = int(self.image_processor.temporal_patch_size)
             made["second_per_grid_ts"] = torch.tensor([group / frame_rate(content)])
@@ -96,8 +100,9 @@ class QwenFamily:
 
     def features(self, model: Any, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
         # Images and videos go through the same tower.
-        pixels = torch.cat([each.get("pixel_values", each.get("pixel_values_videos")) for each in inputs])
-        grids = torch.cat([each.get("image_grid_thw", each.get("video_grid_thw")) for each in inputs])
+        names = [_TENSORS["image" if "pixel_values" in each else "video"] for each in inputs]
+        pixels = torch.cat([each[name] for each, (name, _) in zip(inputs, names, strict=True)])
+        grids = torch.cat([each[name] for each, (_, name) in zip(inputs, names, strict=True)])
         output = model.get_image_features(pixels, grids, return_dict=True)
         deep = zip(*output.deepstack_features, strict=True) if self._has_timestamps else [()] * len(inputs)
         return [MediaFeatures(*made) for made in zip(output.pooler_output, map(tuple, deep), strict=True)]

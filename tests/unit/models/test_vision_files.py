@@ -1,0 +1,228 @@
+"""Vision models as folders, and our processor against the processors of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_vision_models import NAMES, assembled_logits, model_of, picture, processor_of, question, video
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.smolvlm import processing_smolvlm
+from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
+
+from headwater.core.errors import ModelError
+from headwater.core.media import MediaContent, rotary_positions
+from headwater.models.load import load_model, load_part, load_processor, save_model
+from headwater.models.save import WeightsToSave
+from headwater.models.vision.frames import fitted_size
+from headwater.models.vision.idefics import in_words
+
+SIZES = [(int(h), int(w)) for h, w in np.random.default_rng(0).integers(14, 400, (40, 2))]
+CLASSES = {
+    "qwen2_5_vl": Qwen2_5_VLProcessor,
+    "qwen3_vl": Qwen3VLProcessor,
+    "smolvlm": SmolVLMProcessor,
+    "idefics3": Idefics3Processor,
+}
+
+
+def metadata(content: MediaContent) -> Any:
+    indices, rate = list(range(len(content.frames))), content.frames_per_s
+    times = [index / rate for index in indices]
+    return SimpleNamespace(
+        fps=rate, sampled_fps=rate, frames_indices=indices, timestamps=times, duration=len(indices) / rate
+    )
+
+
+def transformers_processor(name: str, *videos: MediaContent) -> Any:
+    """The processor of the whole model, which refuses to be built without the video processor of torchvision.
+
+    In its place is one that returns our tensors of ``videos``.
+    """
+    own = processor_of(name)
+
+    class VideoProcessor:
+        merge_size = temporal_patch_size = 2
+
+        def __call__(self, given: Any, **options: Any) -> dict[str, Any]:
+            assert len(given) == len(videos)
+            made = own.family.joined([own.inputs(each) for each in videos])
+            return {**made, "video_metadata": [metadata(each) for each in videos]}
+
+    class Processor(CLASSES[name]):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
+            del argument_name, argument
+
+    arguments = {} if name == "idefics3" else {"video_processor": VideoProcessor()}
+    extra = {} if name.startswith("qwen") else {"image_seq_len": 4}
+    return Processor(image_processor=own.family.image_processor, tokenizer=own.tokenizer, **arguments, **extra)
+
+
+@pytest.fixture(autouse=True)
+def _number_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package of this name need not be installed.
+    monkeypatch.setattr(processing_smolvlm, "num2words", in_words)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_and_tensors_are_those_of_transformers(name: str) -> None:
+    contents = [picture(56, 56), picture(84, 30, seed=1)]
+    text = question(name, 2)
+    expected = transformers_processor(name)(
+        images=[each.images()[0] for each in contents], text=[text], return_tensors="pt", add_special_tokens=False
+    )
+    tokens, media = processor_of(name).encode(text, contents)
+    made = processor_of(name).model_inputs(tokens, media)
+    assert list(tokens) == expected["input_ids"][0].tolist()
+    assert made.keys() == set(expected) - {"attention_mask", "pixel_attention_mask"}
+    for key, tensor in made.items():
+        torch.testing.assert_close(tensor, expected[key], check_dtype=False, atol=0, rtol=0)
+    assert bool(torch.as_tensor(expected.get("pixel_attention_mask", 1)).all())
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("num_frames", [4, 5])
+@torch.no_grad()
+def test_videos_have_the_tokens_and_positions_of_transformers(name: str, num_frames: int) -> None:
+    content, still = video(num_frames, 56, 60, frames_per_s=1.5), picture(56, 56)
+    processor, model = processor_of(name), model_of(name)
+    text = "Look: <|vision_start|><|video_pad|><|vision_end|> or <|vision_start|><|image_pad|><|vision_end|>?"
+    tokens, media = processor.encode(text, [still, content])
+    assert [item.content.kind for item in media] == ["video", "image"]
+    # A start and an end around every frame replace those of the whole video, as in the model's training.
+    given = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>") if name == "qwen3_vl" else text
+    expected = transformers_processor(name, content)(
+        images=still.images(), videos=[content.images()], text=[given], return_tensors="pt", add_special_tokens=False
+    )
+    assert list(tokens) == expected["input_ids"][0].tolist()
+    made = processor.model_inputs(tokens, media)
+    names = ("input_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    positions, _ = model.model.get_rope_index(**{key: made[key] for key in names if key in made})
+    assert rotary_positions(len(tokens), media).tolist() == positions[:, 0].tolist()
+    assert made["mm_token_type_ids"].tolist() == expected["mm_token_type_ids"].tolist()
+    torch.testing.assert_close(assembled_logits(name, tokens, media), model(**made).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_the_time_of_qwen2_5_vl_counts_seconds() -> None:
+    _, (item,) = processor_of("qwen2_5_vl").encode("<|video_pad|>", [video(6, 56, 56, frames_per_s=0.5)])
+    # Two frames at once are 4 seconds, of 4 positions each.
+    assert item.blocks[0].grid == (3, 2, 2)
+    assert item.blocks[0].time_step == 16
+
+
+def test_frames_of_smolvlm_are_whole_pictures_with_their_times() -> None:
+    content = video(3, 56, 56, frames_per_s=0.1)
+    processor = processor_of("smolvlm")
+    tokens, (item,) = processor.encode("<video>", [content])
+    made = {**processor.inputs(content), "video_metadata": [metadata(content)]}
+    expected = transformers_processor("smolvlm").replace_video_token(made, 0)
+    assert list(tokens) == processor.tokenizer.encode(expected, add_special_tokens=False)
+    assert "three frames from a 0:00:30" in expected
+    assert [block.length for block in item.blocks] == [4, 4, 4]
+    with pytest.raises(ValueError, match="this model takes no videos"):
+        processor_of("idefics3").encode("", [content])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_frames_are_grouped_as_the_tower_reads_them(name: str) -> None:
+    content = video(3, 56, 56, frames_per_s=1.0)
+    made = processor_of(name).inputs(content)["pixel_values_videos"]
+    alone = [processor_of(name).inputs(type(content).of("image", [frame]))["pixel_values"] for frame in content.frames]
+    first, second, third = (each.view(16, 3, 2, 14 * 14) for each in alone)
+    groups = made.view(2, 16, 3, 2, 14 * 14)
+    assert torch.equal(groups[0], torch.stack([first[:, :, 0], second[:, :, 0]], 2))
+    assert torch.equal(groups[1], third)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_header_of_a_picture_tells_its_tokens(name: str) -> None:
+    family = processor_of(name).family
+    for height, width in SIZES[:12]:
+        content = picture(width, height)
+        num_tokens = sum(piece.length for piece in family.pieces(content) if not isinstance(piece, str))
+        inputs = family.inputs(content)
+        if "image_grid_thw" in inputs:
+            assert num_tokens == int(inputs["image_grid_thw"].prod()) // 4
+        else:
+            assert num_tokens == 4 * inputs["pixel_values"].shape[1]
+
+
+def test_pictures_are_scaled_as_transformers_does_it() -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    for size in SIZES:
+        limits = {"min_pixels": 56 * 56, "max_pixels": 150 * 150}
+        assert fitted_size(size, factor=28, **limits) == smart_resize(*size, factor=28, **limits)
+    with pytest.raises(ValueError, match="a picture of 2001×10 pixels is too narrow"):
+        fitted_size((10, 2001), factor=28, min_pixels=1, max_pixels=10**9)
+
+
+def test_numbers_in_words() -> None:
+    numbers = (0, 7, 12, 20, 42, 100, 231)
+    expected = ["zero", "seven", "twelve", "twenty", "forty-two", "one hundred", "two hundred and thirty-one"]
+    assert [in_words(number) for number in numbers] == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_model_has_its_processor(name: str, tmp_path: Path) -> None:
+    model, processor = model_of(name), processor_of(name)
+    changed = {key: (each.detach() + 1).to(torch.bfloat16) for key, each in model.named_parameters()}
+    weights = WeightsToSave(
+        {key: tuple(each.shape) for key, each in changed.items()},
+        dict.fromkeys(changed, torch.bfloat16),
+        iter(changed.items()),
+    )
+    with pytest.raises(ModelError, match=r"cannot save the vision model to .* without its processor"):
+        save_model(model, processor.tokenizer, tmp_path / "model", weights)
+    folder = save_model(model, processor.tokenizer, tmp_path / "model", weights, processor)
+    own = load_model(str(folder), dtype="auto", device="cpu", seed=0)
+    for loaded in (own, AutoModelForImageTextToText.from_pretrained(folder)):
+        for key, each in loaded.named_parameters():
+            assert torch.equal(each.to(torch.bfloat16), changed[key]), key
+    read = load_processor(str(folder))
+    assert read is not None
+    content, text = picture(84, 56), question(name, 1)
+    assert read.encode(text, [content]) == processor.encode(text, [content])
+    assert torch.equal(read.inputs(content)["pixel_values"], processor.inputs(content)["pixel_values"])
+    assert read.files == processor.files
+    assert read.template.chat_template == processor.template.chat_template
+
+
+def test_transformers_reads_the_saved_processor(tmp_path: Path) -> None:
+    # Those of the other models cannot be built without torchvision.
+    processor = processor_of("idefics3")
+    folder = save_model(model_of("idefics3"), processor.tokenizer, tmp_path / "model", processor=processor)
+    read = AutoProcessor.from_pretrained(folder)
+    assert isinstance(read, Idefics3Processor)
+    content, text = picture(84, 56), question("idefics3", 1)
+    made = read(images=[content.images()[0]], text=[text], return_tensors="pt", add_special_tokens=False)
+    assert made["input_ids"][0].tolist() == list(processor.encode(text, [content])[0])
+    assert torch.equal(made["pixel_values"], processor.inputs(content)["pixel_values"])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+def test_a_rank_reads_its_part_of_the_tower(name: str, tmp_path: Path) -> None:
+    model, processor = model_of(name), processor_of(name)
+    folder = save_model(model, processor.tokenizer, tmp_path / "model", processor=processor)
+    skeleton, files = load_part(str(folder), dtype="float32", seed=0)
+    assert files is not None
+    assert all(each.is_meta for each in skeleton.parameters())
+    parameters = {key: torch.empty(each.shape) for key, each in skeleton.named_parameters()}
+    buffers = dict(skeleton.named_buffers())
+    files.read(parameters, buffers)
+    for read, loaded in ((parameters, model.named_parameters()), (buffers, model.named_buffers())):
+        for key, each in loaded:
+            assert torch.equal(read[key], each), key
+
+
+def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelError, match=f"{folder}: cannot use its image processor"):
+        load_processor(str(folder))
