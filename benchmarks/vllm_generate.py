@@ -1,7 +1,9 @@
-"""vLLM's side of ``rollout_throughput.py --vllm-python``; runs in an environment that has vLLM but not Headwater.
+"""vLLM's side of ``rollout_throughput.py`` and ``vision_throughput.py``, in an environment that has vLLM but not
+Headwater.
 
 Reads a job as JSON from standard input: a folder with a model's configuration (vLLM chooses random weights), and cases
-of prompts and lengths. Writes vLLM's version and the seconds of every timed run as JSON to its argument, a file.
+of prompts and lengths. A prompt is a list of tokens, or tokens and the path of a picture. Writes vLLM's version and the
+seconds of every timed run as JSON to its argument, a file.
 """
 
 import json
@@ -17,7 +19,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     llm = LLM(
         model=job["folder"],
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not job.get("reads_pictures", False),
         load_format="dummy",
         dtype=job["dtype"],
         max_model_len=job["max_tokens"],
@@ -31,7 +33,16 @@ def main() -> None:
     Path(sys.argv[1]).write_text(json.dumps({"version": vllm.__version__, "seconds": times}))
 
 
-def _seconds(llm: LLM, prompts: list[list[int]], samples: int, new_tokens: int) -> float:
+def _prompt(given: list[int] | dict[str, object]) -> dict[str, object]:
+    if isinstance(given, list):
+        return {"prompt_token_ids": given}
+    from PIL import Image
+
+    with Image.open(str(given["image"])) as image:
+        return {"prompt_token_ids": given["tokens"], "multi_modal_data": {"image": image.convert("RGB")}}
+
+
+def _seconds(llm: LLM, prompts: list[list[int] | dict[str, object]], samples: int, new_tokens: int) -> float:
     # Only the log-prob of the sampled token, in flat lists instead of one object per token.
     sampling = SamplingParams(
         n=samples,
@@ -43,7 +54,7 @@ def _seconds(llm: LLM, prompts: list[list[int]], samples: int, new_tokens: int) 
         detokenize=False,
     )
     started = time.perf_counter()
-    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate([_prompt(each) for each in prompts], sampling, use_tqdm=False)
     elapsed = time.perf_counter() - started
     responses = [response for output in outputs for response in output.outputs]
     assert all(len(each.token_ids) == len(each.logprobs) == new_tokens for each in responses)

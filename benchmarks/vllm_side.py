@@ -66,11 +66,12 @@ def run_vllm(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) 
         }
         result = Path(folder) / "seconds.json"
         script = Path(__file__).with_name("vllm_generate.py")
-        _run([python, str(script), str(result)], json.dumps(task), {**os.environ, **_environment(device)})
+        run_process([python, str(script), str(result)], json.dumps(task), {**os.environ, **_environment(device)})
         return VllmRuns(**json.loads(result.read_text()))
 
 
-def _run(command: Sequence[str], job: str, environment: dict[str, str]) -> None:
+def run_process(command: Sequence[str], job: str, environment: dict[str, str]) -> None:
+    """Run a program with ``job`` as its input, and raise with the end of its output if it fails."""
     # In a separate session: vLLM computes in child processes, which could otherwise outlive it and keep the GPU.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,

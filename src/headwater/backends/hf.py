@@ -33,7 +33,7 @@ from headwater.core.protocols import (
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
 from headwater.engine.delivery import in_thread
-from headwater.engine.media_reader import MediaReader, check_without_vision
+from headwater.engine.media_reader import MediaReader, refuse_media
 from headwater.models.checksum import checksum, dtype_name
 from headwater.models.load import load_model, load_processor, load_tokenizer
 from headwater.models.vision import VisionProcessor, uses_grid_positions
@@ -346,9 +346,9 @@ class HfEngine:
         check_features(request, self.declared_capabilities)
         if any(not 0 <= token < limits.vocab_size for token, _ in request.sampling.logit_bias):
             raise RequestError(f"{name}: logit_bias: a token id is outside the vocabulary of {limits.vocab_size}")
-        if self._media is None:
-            check_without_vision(request, self._model.config.name_or_path or self._model.config.model_type)
-        elif request.media:
+        if request.media:
+            if self._media is None:
+                refuse_media(request, self._model.config.name_or_path or self._model.config.model_type)
             self._media.check(request)
             self._generator.check_placeholders(request)
         if request.sampling.grammar is not None:

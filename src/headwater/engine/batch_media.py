@@ -33,10 +33,8 @@ class BatchMedia:
     """``[3, tokens]``: time, height and width of every token. ``None`` if no media have a grid."""
 
     @classmethod
-    def of(cls, chunks: Sequence[tuple[Media, int, int]]) -> BatchMedia | None:
-        """``chunks`` are the media of a prompt, the first token to compute, and how many. ``None`` without media."""
-        if not any(media for media, _, _ in chunks):
-            return None
+    def of(cls, chunks: Sequence[tuple[Media, int, int]]) -> BatchMedia:
+        """``chunks`` are the media of a prompt, which may have none, the first token to compute, and how many."""
         parts: list[MediaPart] = []
         rotary: list[NDArray[np.int64]] = []
         num_packed, has_grid = 0, False

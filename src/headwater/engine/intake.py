@@ -16,7 +16,7 @@ from headwater.engine.delivery import Mailbox, failure_of
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guide
 from headwater.engine.loop import EngineLoop
-from headwater.engine.media_reader import MediaReader, Reading, check_without_vision
+from headwater.engine.media_reader import MediaReader, Reading, refuse_media
 from headwater.engine.sequence import EngineSequence, Following
 
 _MAX_FORBIDDEN = 1024
@@ -131,12 +131,15 @@ class Intake:
 
     def check(self, request: ModelRequest) -> None:
         self._limits.check(request)
-        if self._media is None:
-            check_without_vision(request, self._model_name)
-        elif request.media:
-            self._media.check(request)
+        if request.media:
+            self._check_media(request)
         if request.sampling.grammar is not None:
             self._grammars.start(request.sampling.grammar)
+
+    def _check_media(self, request: ModelRequest) -> None:
+        if self._media is None:
+            refuse_media(request, self._model_name)
+        self._media.check(request)
 
     def enter(
         self,

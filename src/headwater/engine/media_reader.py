@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import NoReturn
 
 from headwater.core.errors import RequestError
 from headwater.core.media import MediaContent, PlacedMedia
@@ -143,14 +144,12 @@ class MediaReader:
         return ""
 
 
-def check_without_vision(request: ModelRequest, name: str) -> None:
-    """Raise ``RequestError`` for media in a request to a model that takes only text."""
-    if request.media:
-        first = _name(request.media[0].content)
-        raise RequestError(
-            f"request {request.request_id}: contains {first}, but {name} takes only text; use a vision model, or remove "
-            "the images and videos"
-        )
+def refuse_media(request: ModelRequest, model: str) -> NoReturn:
+    """Raise ``RequestError`` because the model takes only text."""
+    raise RequestError(
+        f"request {request.request_id}: contains {_name(request.media[0].content)}, but {model} takes only text; use a "
+        "vision model, or remove the images and videos"
+    )
 
 
 def _wrong_content(content: MediaContent) -> str:

@@ -46,7 +46,9 @@ class Prefill:
     def plan(self, chunks: list[PromptChunk]) -> PrefillPlan:
         table = np.zeros((len(chunks), max(len(chunk.job.pages) for chunk in chunks)), np.int32)
         input_ids, positions, slots = [], [], []
-        media = BatchMedia.of([(each.job.media, each.job.num_computed, each.num_tokens) for each in chunks])
+        media = None
+        if any(each.job.media for each in chunks):
+            media = BatchMedia.of([(each.job.media, each.job.num_computed, each.num_tokens) for each in chunks])
         complete: list[tuple[PromptJob, int]] = []
         num_packed = 0
         for place, chunk in enumerate(chunks):
@@ -127,7 +129,7 @@ class Prefill:
             sampling=sequence.request.sampling,
             stop_ids=sequence.stop_ids,
             rng_key=sequence.request.rng_key,
-            rotary_shift=rotary_shift(sequence.request.media),
+            rotary_shift=rotary_shift(sequence.request.media) if sequence.request.media else 0,
         )
 
 

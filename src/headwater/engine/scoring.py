@@ -99,7 +99,9 @@ class PromptScoring:
     def _compute(self, runner: Runner, chunks: list[tuple[_Job, int]]) -> None:
         table = np.zeros((len(chunks), max(len(job.pages) for job, _ in chunks)), np.int32)
         tokens, positions, slots, targets = [], [], [], []
-        media = BatchMedia.of([(job.sequence.request.media, job.num_computed, count) for job, count in chunks])
+        media = None
+        if any(job.sequence.request.media for job, _ in chunks):
+            media = BatchMedia.of([(job.sequence.request.media, job.num_computed, count) for job, count in chunks])
         for place, (job, count) in enumerate(chunks):
             position = np.arange(job.num_computed, job.num_computed + count)
             job.num_computed += count

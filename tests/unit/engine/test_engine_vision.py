@@ -18,6 +18,7 @@ from engine.vision_parts import (
     picture,
     reference,
     running,
+    video,
     weights,
 )
 
@@ -30,6 +31,7 @@ from headwater.engine.runners.plain import Runner
 from headwater.models.vision import MediaFeatures, VisionTower, vision_parameter_names
 
 CLOSE = {"abs": 1e-4}
+EACH = [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
 ONE, OTHER, WIDE = picture(1), picture(2), picture(3, 112, 84)
 
 
@@ -71,7 +73,16 @@ def test_mixed_requests_equal_transformers(name):
     assert len({each.output_tokens for each in responses[len(greedy) :]}) == len(sampled)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "idefics3"])
+def test_videos_equal_transformers(name):
+    """With 0.001 frames per second, the rotary positions of the last frames are far beyond those of the text."""
+    videos = [video(1), video(2, num_frames=2), video(1, num_frames=4, frames_per_s=0.001)]
+    asked = [asking(name, [each], key) for key, each in enumerate(videos)] + [asking(name, [ONE, videos[0], WIDE], 9)]
+    with running(name, max_prefill_tokens=19) as engine:
+        assert_right(name, asked, engine.generate(asked))
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_pictures_with_equal_tokens_share_nothing(name):
     """The tokens are equal and the prefix cache is on. Pictures in one batch or one after the other never mix."""
     first, second = asking(name, [ONE]), asking(name, [OTHER])
@@ -86,7 +97,7 @@ def test_pictures_with_equal_tokens_share_nothing(name):
     assert abs(together[0].output_logprobs[0] - together[1].output_logprobs[0]) > 1e-2, "the picture has no effect"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_tower_runs_once_per_picture(name, tower_calls):
     group = [asking(name, [ONE, WIDE], key) for key in range(8)] + [asking(name, [WIDE], 8)]
     with running(name, max_prefill_tokens=11) as engine:
@@ -95,7 +106,7 @@ def test_the_tower_runs_once_per_picture(name, tower_calls):
     assert len({each.output_tokens for each in responses}) > 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
     asked = [asking(name, [ONE], key, max_new_tokens=24) for key in range(3)]
     changed, other = (dict(reference(name, seed).named_parameters()) for seed in (0, 1))
@@ -144,7 +155,7 @@ def test_an_update_without_the_tower_is_refused():
         assert_right(name, [asked], engine.generate([asked]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_preempted_and_continued_requests_equal_transformers(name):
     """Too few pages for all, so that the youngest are computed again, and rows move as on a GPU."""
     asked = [asking(name, [ONE, WIDE] if key % 2 else [OTHER], key, max_new_tokens=40 + key) for key in range(5)]
@@ -166,7 +177,7 @@ def test_preempted_and_continued_requests_equal_transformers(name):
         assert_right(name, [turn], engine.generate([turn]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_log_probs_of_a_prompt_with_pictures(name):
     asked = asking(name, [ONE, WIDE], prompt_logprobs=True, num_top_logprobs=2)
     with running(name, max_prefill_tokens=10) as engine:
@@ -178,7 +189,7 @@ def test_log_probs_of_a_prompt_with_pictures(name):
     assert_right(name, [asked, asking(name, [ONE, WIDE])], [response, later])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_placeholder_token_that_stands_for_nothing_is_text(name):
     """A model may sample it. In a response and in a later prompt it has the embedding of its token."""
     mark = reference(name).config.image_token_id
@@ -190,7 +201,7 @@ def test_a_placeholder_token_that_stands_for_nothing_is_text(name):
         assert_right(name, [asked, written, alone], engine.generate([asked, written, alone]))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_deterministic_mode_gives_the_same_bits_in_any_company(name, tower_calls):
     asked = [asking(name, [WIDE], 1), asking(name, [ONE, OTHER], 2), asking(name, [], 3)]
     others = [asking(name, [picture(seed, 84, 56)], 10 + seed) for seed in range(3)]
@@ -210,7 +221,7 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(name, tower_calls
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_layers_of_transformers_compute_the_same(name, monkeypatch):
     def unfused(model, spec, cache, rows, *, deterministic, stream):
         return Runner(model, spec, cache, rows, CpuOps(), fused=False)
@@ -242,7 +253,7 @@ def test_the_cache_drops_the_oldest_features_but_none_in_use():
     assert (cache.num_bytes, cache.get("e")) == (0, None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_cache_that_is_too_small_only_costs_time(name, monkeypatch):
     monkeypatch.setattr("headwater.engine.engine.CACHE_BYTES", 1)
     asked = [asking(name, [WIDE, ONE], 1), asking(name, [OTHER], 2)]

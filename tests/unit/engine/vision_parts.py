@@ -61,10 +61,15 @@ def picture(seed: int = 0, width: int = 56, height: int = 56) -> MediaContent:
     return MediaContent.of("image", [file.getvalue()])
 
 
+def video(seed: int = 0, num_frames: int = 5, frames_per_s: float = 2.0) -> MediaContent:
+    frames = [picture(100 * seed + number).frames[0] for number in range(num_frames)]
+    return MediaContent.of("video", frames, frames_per_s)
+
+
 def prompt_of(
     name: str, contents: Sequence[MediaContent], text: str = "What is this?"
 ) -> tuple[tuple[int, ...], Media]:
-    parts = [part for _ in contents for part in ({"type": "image"}, {"type": "text", "text": " and "})]
+    parts = [part for each in contents for part in ({"type": each.kind}, {"type": "text", "text": " and "})]
     messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
     return processor_of(name).encode(render_chat(processor_of(name).template, messages), contents)
 
