@@ -14,19 +14,18 @@ from integration.test_torchrun import (
     environment,
     without_ranks,
 )
-from integration.two_ranks import CASES, RESUMED, build, resume, spec_of, take_steps
+from integration.two_ranks import CASES, RESUMED, build, resume, save_models, spec_of, take_steps
 from transformers import AutoModelForCausalLM
 
 from headwater.models.builtin.tiny import Preset, build_config
-from headwater.models.load import load_model, load_tokenizer, save_model
+from headwater.models.load import load_tokenizer, save_model
 
 THREE_HEADS = Preset("qwen3", hidden_size=32, intermediate_size=32, num_layers=1, num_heads=3, num_kv_heads=3)
 NUMBERS = ("loss", "grad_norm", "entropy", "approx_kl", "ratio_p50", "optimizer_steps")
 
 
 def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) -> None:
-    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
-    save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
+    save_models(folder)
     save_model(
         AutoModelForCausalLM.from_config(build_config(THREE_HEADS)),
         load_tokenizer("tiny:qwen3"),

@@ -19,10 +19,21 @@ import pytest
 import torch
 from integration import two_ranks
 from integration.command import ROOT, SMALL, metrics, train_here
-from integration.two_ranks import CASES, COMMON, FEW, RESUMED, build, later_than, resume, spec_of, take_steps
+from integration.two_ranks import (
+    CASES,
+    COMMON,
+    FEW,
+    RESUMED,
+    build,
+    later_than,
+    resume,
+    save_models,
+    spec_of,
+    take_steps,
+)
 from safetensors.torch import load_file
 
-from headwater.models.load import load_model, load_tokenizer, save_model
+from headwater.models.load import load_model
 from headwater.observe.run_directory import RunDirectory
 
 LIMIT_S = 500.0
@@ -49,8 +60,7 @@ def learned(request, tmp_path_factory):
     """The same calls on one rank and on two."""
     names = FEW if request.param == "few" else tuple(CASES)
     folder = tmp_path_factory.mktemp("ranks")
-    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
-    save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
+    save_models(folder)
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name) for name in names
     }

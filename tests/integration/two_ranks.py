@@ -35,6 +35,7 @@ from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
 from headwater.learner.partition import balanced_parts
+from headwater.models.load import load_model, load_tokenizer, save_model
 from headwater.rollout.group import pad_trajectories
 
 RECIPE = "quickstart"
@@ -81,10 +82,13 @@ CASES = {
     "adapters in bfloat16": Case(("lora.rank=4", "model.dtype=bfloat16")),
 }
 CASES |= {
-    "pictures": Case((SMALL_PACKS.replace("16", "30"), KL), 10, what=("logprobs", "reference_logprobs"), has_pictures=True),
+    "pictures": Case(
+        (SMALL_PACKS.replace("16", "30"), KL), 10, what=("logprobs", "reference_logprobs"), has_pictures=True
+    ),
     "pictures in mini-batches": Case(
         ("learner.num_minibatches=4", "learner.checkpoint_activations=true", "learner.weight_decay=0.1"),
         8,
+        is_built=True,
         has_pictures=True,
     ),
     "frozen tower": Case(("learner.freeze=[vision]", *WITH_CRITIC), 10, what=("logprobs", "values"), has_pictures=True),
@@ -101,8 +105,17 @@ FEW = ("critic and reference", "adapters", "pictures")
 RESUMED = ("plain", "adapters", "critic and reference", "pictures", "frozen tower")
 
 
+def save_models(folder: Path) -> None:
+    """What the cases begin with, unless it is built."""
+    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
+    save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
+    processor = pictures.processor()
+    save_model(pictures.model(), processor.tokenizer, folder / "vision_model", processor=processor)
+
+
 def spec_of(case: Case, folder: Path) -> LearnerSpec:
-    model = "tiny:llama" if case.is_built else pictures.NAME if case.has_pictures else str(folder / "model")
+    built, stored = (pictures.NAME, "vision_model") if case.has_pictures else ("tiny:llama", "model")
+    model = built if case.is_built else str(folder / stored)
     prompts = ("trainer.num_prompts_per_step=4", "eval.every_steps=0")
     config = load_config(RECIPE, [*COMMON, f"model.path={model}", *prompts, *case.settings]).config
     return LearnerSpec(config, model, model)

@@ -61,7 +61,8 @@ def test_a_picture_is_packed_once_and_different_pictures_never_share_a_prompt():
     assert (pack.input_ids == image).nonzero()[:, 0].tolist() == pack.media.places.tolist()
     assert pack.position_ids.shape == (3, len(pack.input_ids))
     [alone] = packs(pad_trajectories(pictures.group(5, [], 2), 0))
-    assert alone.media is None and alone.position_ids.ndim == 1
+    assert alone.media is None
+    assert alone.position_ids.ndim == 1
 
 
 def test_media_after_the_last_trained_token_are_not_computed():
