@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import forked
+import picture_tools
 import pytest
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 
@@ -48,6 +49,7 @@ KINDS = {
     "child critic": ["quickstart", *PPO, *CHILD],
     "child async": ["quickstart", *EXACT, *CHILD, *ASYNC],
     "timing": ["quickstart", *COMMON, *ASYNC],
+    "pictures": [*picture_tools.VISION, *EXACT, *picture_tools.TOOLS, *ASYNC],
 }
 """``timing`` is not deterministic: there, no prompt may be lost or trained twice."""
 

@@ -275,9 +275,20 @@ export interface Groups extends WithProblems {
   groups: GroupRow[];
 }
 
+/** An image, or a video as frames, and the tokens that stand for it: where each block begins, and its length. */
+export interface MediaItem {
+  kind: "image" | "video";
+  digest: string;
+  num_frames: number;
+  frames_per_s: Maybe;
+  blocks: [number, number][];
+}
+
 export interface Message {
   role: string;
   content: string;
+  /** The content of a message with images or videos. */
+  parts?: ({ type: "text"; text: string } | { type: "image" | "video"; digest: string | null })[];
   tool_calls?: { name: string; arguments: string }[];
   name?: string | null;
 }
@@ -289,7 +300,9 @@ export interface Group extends WithProblems {
   prompt: string;
   data_source: string;
   ground_truth: string;
-  rollouts: (Row & { is_cut: boolean; messages: Message[] })[];
+  /** Of the prompt. */
+  media: MediaItem[];
+  rollouts: (Row & { is_cut: boolean; messages: Message[]; media: MediaItem[] })[];
 }
 
 export interface PromptOverSteps extends WithProblems {
@@ -321,6 +334,7 @@ export interface Rollout extends WithProblems {
   failures: number;
   gap: Maybe;
   messages: Message[];
+  media: MediaItem[];
   info: Record<string, unknown>;
   reward_info: Record<string, unknown>;
   turn_rewards: Maybe[];

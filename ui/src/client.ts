@@ -45,6 +45,13 @@ export async function ask<T>(path: string[], params: Params = {}, signal?: Abort
   throw new Failure(answer?.error?.code ?? "internal", answer?.error?.message ?? `The server answered ${response.status}.`);
 }
 
+/** Where an image or a frame of a video is; null if an exported file does not have it. */
+export function pictureUrl(run: string, digest: string, frame: number | null): string | null {
+  const search = frame === null ? `digest=${digest}` : `digest=${digest}&frame=${frame}`;
+  if (!embedded) return `/api/runs/${encodeURIComponent(run)}/media?${search}`;
+  return (embedded[`/api/runs/${run}/media?${search}`] as { url: string | null } | undefined)?.url ?? null;
+}
+
 /** Several metrics of one run. An exported file has them one by one. */
 export async function askMetrics(run: string, keys: string[], kind: string, signal?: AbortSignal, range: [number, number] | null = null): Promise<Metrics> {
   const path = ["runs", run, "metrics"];

@@ -120,10 +120,11 @@ def _save(out: Path | None, step: int, number: int, rollouts: Rollouts) -> None:
     """Write the responses of a batch. Batches after the first have a number in their names."""
     if out is None:
         return
+    from headwater.observe.media_store import MediaStore
     from headwater.trainer.tables import write_rollouts
 
     part = f"_part_{number + 1:03d}" if number else ""
-    write_rollouts(out / f"responses{part}.parquet", step, rollouts)
+    write_rollouts(out / f"responses{part}.parquet", step, rollouts, store=MediaStore(out / "media"))
 
 
 def _give_weights(engine: InferenceEngine, model_path: str, seed: int) -> None:

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, served_name=args.served_name or model, model=model)
     with listening(args, options) as taken:
         from headwater.backends.router.routes import make_routes
-        from headwater.models.load import load_tokenizer
+        from headwater.models.load import load_processor, load_tokenizer
         from headwater.serving.listen import serve
 
         tokenizer = load_tokenizer(model, key="--model")
@@ -85,7 +85,15 @@ def run(args: argparse.Namespace) -> int:
         joining = threading.Event()
         threading.Thread(target=_join_later, args=(router, connect, missing, joining), daemon=True).start()
         try:
-            serve(router, tokenizer, options, taken, say=say, routes=make_routes(router, connect))
+            serve(
+                router,
+                tokenizer,
+                options,
+                taken,
+                say=say,
+                routes=make_routes(router, connect),
+                processor=load_processor(model, key="--model"),
+            )
         finally:
             joining.set()
             router.close()

@@ -126,6 +126,12 @@ def add_listening(parser: argparse.ArgumentParser) -> None:
         help="format of the model's tool calls, for example hermes; default auto: chosen from the chat template",
     )
     parser.add_argument(
+        "--allow-remote-images",
+        action="store_true",
+        help="download images that a chat gives as http:// or https:// addresses; clients can then make this machine "
+        "open addresses that only it can reach. By default, only data URLs are accepted",
+    )
+    parser.add_argument(
         "--until-eof",
         action="store_true",
         help="stop when standard input closes, which happens when the parent process ends",
@@ -140,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, served_name=args.served_name or args.model, model=model)
     with listening(args, options) as taken:
         from headwater.backends import BACKENDS, LoadsModels
-        from headwater.models.load import check_files, load_tokenizer, resolve_device
+        from headwater.models.load import check_files, load_processor, load_tokenizer, resolve_device
         from headwater.serving.listen import serve
         from headwater.serving.state import find_parser
 
@@ -158,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         check_files(model, "MODEL")
         engine = backend.load(model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed)
         try:
-            serve(engine, tokenizer, options, taken, say=say)
+            serve(engine, tokenizer, options, taken, say=say, processor=load_processor(model, key="MODEL"))
         finally:
             engine.close()
     return 0
@@ -291,6 +297,7 @@ def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> S
         max_responses=args.max_responses,
         allowed_hosts=(args.host, *args.allowed_host),
         model_path=model,
+        fetches_media=args.allow_remote_images,
         tool_parser=args.tool_parser,
     )
 

@@ -224,7 +224,12 @@ class EngineStatus:
 
 
 def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
-    """Raise ``RequestError`` for settings that the engine does not have."""
+    """Raise ``RequestError`` for settings that the engine does not have, and for media if it takes only text."""
+    if request.media and not capabilities.media:
+        raise RequestError(
+            f"request {request.request_id}: has images or videos, and this engine takes only text; use a vision model "
+            "and a backend that takes media, or remove them"
+        )
     missing = [name for name in request.sampling.features if name not in capabilities.features]
     if missing:
         raise RequestError(

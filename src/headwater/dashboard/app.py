@@ -20,6 +20,7 @@ from headwater.dashboard.errors import Refused, not_found
 from headwater.dashboard.events import STOPPING, stream
 from headwater.dashboard.export import export
 from headwater.dashboard.guard import Access, guard
+from headwater.dashboard.pictures import picture
 from headwater.dashboard.runs import Runs
 from headwater.dashboard.servers import server_states
 
@@ -57,6 +58,7 @@ class Dashboard:
                 web.get("/api/runs/{run}", self._about_run),
                 web.get("/api/runs/{run}/events", self._events),
                 web.get("/api/runs/{run}/export", self._export),
+                web.get("/api/runs/{run}/media", self._picture),
                 web.get("/api/runs/{run}/{what}", self._about_run),
                 web.get("/assets/{name:.+}", self._asset),
                 web.get("/{path:.*}", self._page),
@@ -115,6 +117,12 @@ class Dashboard:
         file = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{name}{f'-{id}' if id else ''}.html")
         headers = {"Content-Disposition": f"attachment; filename=\"{file}\"; filename*=UTF-8''{quote(file)}"}
         return web.Response(body=text.encode(), content_type="text/html", charset="utf-8", headers=headers)
+
+    async def _picture(self, request: web.Request) -> web.Response:
+        run = self._runs.get(request.match_info["run"])
+        found = await self._call(picture, run, dict(request.query))
+        headers = {"Cache-Control": "private, max-age=86400, immutable"}  # its address names its content
+        return web.Response(body=found.content, content_type=found.content_type, headers=headers)
 
     async def _asset(self, request: web.Request) -> web.Response:
         found = self._assets.files.get(request.match_info["name"])

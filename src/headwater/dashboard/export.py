@@ -11,6 +11,7 @@ from headwater.dashboard.answers import Answers
 from headwater.dashboard.assets import Assets
 from headwater.dashboard.encoding import encoded
 from headwater.dashboard.errors import Refused
+from headwater.dashboard.pictures import picture
 from headwater.dashboard.rollout_files import SOURCES, Source
 from headwater.dashboard.rollout_view import find
 from headwater.dashboard.runs import Run
@@ -20,6 +21,9 @@ _ROLLOUTS_PER_STEP = 50
 _MOST_SIBLINGS = 32
 _MOST_BYTES = 40 << 20
 """From this size on, no more rollouts are added."""
+_MOST_PICTURE_BYTES = 4 << 20
+_MOST_FRAMES = 8
+"""Frames of a video."""
 PAGE_TOKENS = 4096
 """The page asks for this many tokens at a time."""
 _MOST_TOKENS, _MOST_TOKENS_OF_ONE = 1 << 15, 1 << 18
@@ -41,6 +45,8 @@ class Export:
         """Rollouts that are listed, but came after the file was large already."""
         self.num_cut = 0
         """Rollouts of which only the first tokens are there."""
+        self.num_without_picture = 0
+        """Images and frames that are not in the file, because it or they are too large, or because they are missing."""
         self._num_bytes = 0
 
     def add(self, what: str, **given: object) -> Any:
@@ -82,6 +88,7 @@ class Export:
             return
         self.num_rollouts += 1
         self._tokens(shown, most_tokens)
+        self._pictures(shown)
         self.add("mismatches", id=id)
         self.add("group", step=shown["step"], uid=shown["uid"], **_told(shown["source"]))
 
@@ -98,6 +105,29 @@ class Export:
             self.num_cut += 1
             message = f"This file has the first {done:,} of the {total:,} tokens of this rollout."
             shown["problems"] = [*shown["problems"], message]
+
+    def _pictures(self, shown: dict[str, Any]) -> None:
+        """The images of a rollout as data URLs, each once. Of a video, the first frames."""
+        for item in shown["media"]:
+            is_video = item["kind"] == "video"
+            for frame in range(min(item["num_frames"], _MOST_FRAMES)) if is_video else [None]:
+                given = {"digest": item["digest"], **({} if frame is None else {"frame": str(frame)})}
+                key = key_of(f"/api/runs/{self._run.name}/media", given)
+                if key not in self.collected:
+                    self.collected[key] = {"url": self._picture(given)}
+            self.num_without_picture += max(0, item["num_frames"] - _MOST_FRAMES) if is_video else 0
+
+    def _picture(self, given: Mapping[str, str]) -> str | None:
+        try:
+            found = picture(self._run, given)
+        except Refused:
+            found = None
+        if found is None or len(found.content) > _MOST_PICTURE_BYTES or self._num_bytes > _MOST_BYTES:
+            self.num_without_picture += 1
+            return None
+        url = found.data_url
+        self._num_bytes += len(url)
+        return url
 
     def step(self, source: Source, step: int) -> None:
         """The rollouts of one step: those that its first page lists."""
@@ -150,6 +180,8 @@ def contents(made: Export, rollout: str | None) -> list[str]:
         found.append(f"This file has the rollout {rollout} and {made.num_rollouts - 1} others of its prompt.")
     if made.num_without_tokens:
         found.append(f"{made.num_without_tokens} more rollouts were left out, to keep the file small.")
+    if made.num_without_picture:
+        found.append(f"{made.num_without_picture} images or frames of videos were left out, to keep the file small.")
     if made.num_cut:
         found.append(f"Of {made.num_cut} long rollouts, only the first tokens are in it; each says how many.")
     return found

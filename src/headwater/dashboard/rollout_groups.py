@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
+from headwater.dashboard.pictures import media_of
 from headwater.dashboard.plain_values import finite, floats
 from headwater.dashboard.rollout_files import FACTS, OpenFile, RolloutFile, Source
 from headwater.dashboard.rollout_query import read_rows, step_facts
@@ -85,8 +86,8 @@ def group(run: Run, source: Source, step: int, uid: str) -> dict[str, Any]:
         file = files[file_number]
         its = chosen[chosen["file"] == file_number]["row"].tolist()
         with OpenFile(file) as opened:
-            first = first or opened.row(its[0], ("prompt", "data_source", "ground_truth"))
-            rows += opened.rows(its, (*ROW_COLUMNS, "messages"), partial(_sample, file))
+            first = first or opened.row(its[0], ("prompt", "data_source", "ground_truth", "media", "prompt_length"))
+            rows += opened.rows(its, (*ROW_COLUMNS, "messages", "media"), partial(_sample, file))
     return {
         "uid": uid,
         "step": step,
@@ -94,19 +95,27 @@ def group(run: Run, source: Source, step: int, uid: str) -> dict[str, Any]:
         "prompt": text(first.get("prompt"))[:MOST_CHARACTERS],
         "data_source": text(first.get("data_source")),
         "ground_truth": text(first.get("ground_truth"))[:MOST_CHARACTERS],
+        "media": _prompt_media(first),
         "rollouts": rows,
         "problems": problems,
     }
 
 
+def _prompt_media(first: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Images and videos of the prompt. Those that tools have returned come later."""
+    length = first.get("prompt_length") or 0
+    return [item for item in media_of(first.get("media")) if any(start < length for start, _ in item["blocks"])]
+
+
 def _sample(file: RolloutFile, row: int, values: dict[str, Any]) -> dict[str, Any]:
     """A row with its whole text."""
-    response = text(values.get("response"))
+    response, media = text(values.get("response")), media_of(values.get("media"))
     return {
         **row_of(file.id_of(row), values),
         "response": response[:_GROUP_CHARACTERS],
         "is_cut": len(response) > _GROUP_CHARACTERS,
-        "messages": messages_of(values.get("messages")),
+        "messages": messages_of(values.get("messages"), media),
+        "media": media,
     }
 
 

@@ -72,22 +72,44 @@ def parsed(value: object, default: Any) -> Any:
         return default
 
 
-def messages_of(value: object) -> list[dict[str, Any]]:
-    """The conversation. Content in parts becomes text, and arguments of tool calls become JSON text."""
+def messages_of(value: object, media: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+    """The conversation. Content in parts becomes text, and arguments of tool calls become JSON text.
+
+    A message with images or videos also has ``parts``, in which they are named by their digests. A part without a
+    digest is the next one of ``media``.
+    """
     found = parsed(value, [])
     if not isinstance(found, list):
         return []
-    return [_message(each) for each in found[:_MOST_MESSAGES] if isinstance(each, Mapping)]
+    left = {kind: [item["digest"] for item in media if item["kind"] == kind] for kind in ("image", "video")}
+    return [_message(each, left) for each in found[:_MOST_MESSAGES] if isinstance(each, Mapping)]
 
 
-def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+def _message(given: Mapping[str, Any], left: dict[str, list[str]]) -> dict[str, Any]:
     calls = given.get("tool_calls")
+    parts = _parts(given.get("content"), left)
     return {
+        **({"parts": parts} if any(part["type"] != "text" for part in parts) else {}),
         "role": str(given.get("role", "")),
         "content": _content(given.get("content"))[:MOST_CHARACTERS],
         "tool_calls": [_call(each) for each in calls if isinstance(each, Mapping)] if isinstance(calls, list) else [],
         "name": given.get("name") if isinstance(given.get("name"), str) else None,
     }
+
+
+def _parts(content: object, left: dict[str, list[str]]) -> list[dict[str, Any]]:
+    if not isinstance(content, list):
+        return []
+    parts: list[dict[str, Any]] = []
+    for each in content:
+        kind = str(each.get("type", "text")).removesuffix("_url") if isinstance(each, Mapping) else "text"
+        if kind not in left:
+            parts.append({"type": "text", "text": _content([each])[:MOST_CHARACTERS]})
+            continue
+        next_one = left[kind].pop(0) if left[kind] else None
+        digest = each.get("digest")
+        parts.append({"type": kind, "digest": digest if isinstance(digest, str) else next_one})
+    return parts
 
 
 def _content(content: object) -> str:

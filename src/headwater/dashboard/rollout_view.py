@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from headwater.dashboard.errors import not_found
+from headwater.dashboard.pictures import media_of
 from headwater.dashboard.plain_values import finite, floats, jsonable
 from headwater.dashboard.rollout_files import OpenFile, RolloutFile, Source, parse_id
 from headwater.dashboard.rollout_row import (
@@ -38,7 +39,8 @@ _KEPT_BYTES = 32 << 20
 newest one is kept, however large it is."""
 _MOST_KEPT = 64
 _OF_TOKENS = ("advantages", "loss_mask")
-_SHOWN = (*(name for name in ROW_COLUMNS if name not in _OF_TOKENS), "messages", "ground_truth", "info", "turn_rewards")
+_SHOWN = (*(name for name in ROW_COLUMNS if name not in _OF_TOKENS), "messages", "ground_truth", "info", "turn_rewards",
+          "media")  # fmt: skip
 
 Array = NDArray[Any]
 
@@ -177,6 +179,7 @@ def rollout(run: Run, id: str, cache: TokenCache) -> dict[str, Any]:
     values |= {"advantages": tokens.values.get("advantages"), "loss_mask": tokens.mask}
     prompt, response = text(values.get("prompt")), text(values.get("response"))
     listed = row_of(id, values)
+    media = media_of(values.get("media"))
     return {
         **listed,
         "source": run_source(id),
@@ -186,7 +189,8 @@ def rollout(run: Run, id: str, cache: TokenCache) -> dict[str, Any]:
         "ground_truth": text(values.get("ground_truth"))[:MOST_CHARACTERS],
         "num_tokens": len(tokens.ids),
         "length": response_length(values),
-        "messages": messages_of(values.get("messages")),
+        "messages": messages_of(values.get("messages"), media),
+        "media": media,
         "info": parsed(values.get("info"), {}),
         "reward_info": {name.removeprefix("reward_"): jsonable(values.get(name)) for name in extra},
         "turn_rewards": [finite(each) for each in values.get("turn_rewards", ())],

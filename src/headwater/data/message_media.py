@@ -10,6 +10,7 @@ digest of a known content is a complete part, so messages of a conversation can 
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -94,14 +95,32 @@ def with_digests(messages: Sequence[Message], media: Media) -> list[Message]:
     ]
 
 
-def images_of(media: Media) -> list[Any]:
-    """The images as RGB images of Pillow, in order."""
-    return [image for item in media if item.content.kind == "image" for image in item.content.images()]
+def with_data_urls(messages: Sequence[Message], media: Media) -> list[Message]:
+    """The messages of a prompt as OpenAI's clients send them: every image is a data URL, and a video a list of them."""
+    contents = {item.content.digest: item.content for item in media}
+
+    def filled(part: Any) -> Any:
+        content = contents.get(part.get("digest", "")) if isinstance(part, Mapping) else None
+        if content is None:
+            return part
+        urls = [f"data:image/{_format(each)};base64,{base64.b64encode(each).decode()}" for each in content.frames]
+        if content.kind == "image":
+            return {"type": "image_url", "image_url": {"url": urls[0]}}
+        return {"type": "video", "video": urls, "fps": content.frames_per_s}
+
+    return [
+        {**message, "content": [filled(part) for part in parts]} if (parts := _parts(message)) else message
+        for message in with_digests(messages, media)
+    ]
 
 
-def videos_of(media: Media) -> list[list[Any]]:
-    """The videos as lists of RGB images of Pillow, in order."""
-    return [item.content.images() for item in media if item.content.kind == "video"]
+def digest_of(part: Any) -> str:
+    """The digest of the image or video of a part; empty for other parts and for one whose content is not loaded."""
+    kind = _kind_of(part)
+    if kind is None:
+        return ""
+    content = part.get(kind)
+    return content.digest if isinstance(content, MediaContent) else str(part.get("digest", ""))
 
 
 def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], settings: MediaSettings) -> Any:
@@ -116,6 +135,10 @@ def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], settings: 
         raise DataError(f"{where}: a part of type {kind!r} holds no {kind}; write {{'type': {kind!r}, {kind!r}: ...}}")
     load = load_image if kind == "image" else load_video
     return {"type": kind, kind: load(value, where, None, settings)}
+
+
+def _format(frame: bytes) -> str:
+    return "jpeg" if frame.startswith(b"\xff\xd8") else "webp" if frame.startswith(b"RIFF") else "png"
 
 
 def _kind_of(part: Any) -> str | None:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 from aiohttp import web
 
 from headwater.core.errors import HeadwaterError
+from headwater.core.media import MediaProcessor
 from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving import control_routes, weight_group, weight_stream
 from headwater.serving.errors import ApiError, api_error, cut
@@ -33,11 +34,15 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 def build_app(
-    engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions, routes: Iterable[web.RouteDef] = ()
+    engine: InferenceEngine,
+    tokenizer: Tokenizer,
+    options: ServerOptions,
+    routes: Iterable[web.RouteDef] = (),
+    processor: MediaProcessor | None = None,
 ) -> web.Application:
-    """``routes`` are further calls beside those that every server has."""
+    """``routes`` are further calls beside those that every server has. ``processor`` is for chats with images."""
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
-    app[STATE] = ServerState.build(engine, tokenizer, options)
+    app[STATE] = ServerState.build(engine, tokenizer, options, processor)
     app[native_routes.SOCKETS] = WeakSet()
     app[weight_stream.INCOMING] = weight_stream.IncomingWeights()
     app[sglang_distributed.GROUPS] = {}

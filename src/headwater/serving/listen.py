@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from headwater.core.errors import HeadwaterError
+from headwater.core.media import MediaProcessor
 from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
@@ -65,9 +66,13 @@ def serve(
     taken: socket.socket,
     say: Callable[[str], None],
     routes: Iterable[web.RouteDef] = (),
+    processor: MediaProcessor | None = None,
 ) -> None:
-    """Serve on ``taken`` until Ctrl-C, SIGTERM or SIGHUP. ``routes`` are further calls beside the usual ones."""
-    asyncio.run(_serve(build_app(engine, tokenizer, options, routes), engine, options, taken, say))
+    """Serve on ``taken`` until Ctrl-C, SIGTERM or SIGHUP. ``routes`` are further calls beside the usual ones.
+
+    ``processor`` is for chats with images.
+    """
+    asyncio.run(_serve(build_app(engine, tokenizer, options, routes, processor), engine, options, taken, say))
 
 
 async def _serve(

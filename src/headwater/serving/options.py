@@ -30,5 +30,7 @@ class ServerOptions:
     """How long a request body may take to arrive."""
     model_path: str = ""
     """Where the model was loaded from, for ``/get_model_info``. Defaults to ``served_name``."""
+    fetches_media: bool = False
+    """Whether images may be given as addresses on the network, which the server then downloads."""
     tool_parser: str = "auto"
     """The format of tool calls: a file in ``headwater/chat/parsers``, or ``auto`` to choose it from the template."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headwater.core.media import MediaProcessor
 from headwater.core.protocols import EngineLimits, Tokenizer
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import checked_integers, checked_text
@@ -26,6 +27,10 @@ class ModelLimits:
     engine: EngineLimits
     max_responses: int = DEFAULT_MAX_RESPONSES
     """The largest number of responses that one request may ask for."""
+    processor: MediaProcessor | None = None
+    """Makes tokens of images and videos; None if the model or its engine takes only text."""
+    fetches_media: bool = False
+    """Whether the server downloads images from addresses that clients name."""
 
     def tokens_of_text(self, text: Any, field: str) -> tuple[int, ...]:
         tokens = tuple(self.tokenizer.encode(self.short_text(text, field)))

@@ -12,11 +12,13 @@ from aiohttp import web
 
 from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.core.errors import HeadwaterError
+from headwater.core.media import MediaProcessor
 from headwater.core.protocols import InferenceEngine, MemoryTag, Tokenizer, UpdateMode
 from headwater.core.records import ModelRequest
 from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
 from headwater.serving.fields import read_object, write_json
+from headwater.serving.native.media import MediaStore
 from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.reading import BodyReader
@@ -76,17 +78,33 @@ class ServerState:
     updates: WeightUpdates
     parser: ToolCallParser | None
     """Finds tool calls in replies; None if the format of this model's calls is unknown."""
+    media: MediaStore | None
+    """Images and videos that clients have sent; None if the engine takes only text."""
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     """Different in every process, so that clients notice that a server was restarted."""
 
     @classmethod
-    def build(cls, engine: InferenceEngine, tokenizer: Tokenizer, options: ServerOptions) -> ServerState:
+    def build(
+        cls,
+        engine: InferenceEngine,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        processor: MediaProcessor | None = None,
+    ) -> ServerState:
         # Its first use may change a tokenizer that pads or truncates, which fails while another thread uses it.
         tokenizer.encode("a")
-        limits = ModelLimits(tokenizer, engine.limits, options.max_responses)
+        takes_media = engine.capabilities.media
+        limits = ModelLimits(
+            tokenizer,
+            engine.limits,
+            options.max_responses,
+            processor if takes_media else None,
+            options.fetches_media,
+        )
         bodies = BodyReader(max_bytes=options.max_body_bytes, limit_s=options.body_limit_s)
         parser = find_parser(options.tool_parser, tokenizer)
-        return cls(engine, tokenizer, options, limits, ActiveRequests(), bodies, WeightUpdates(engine), parser)
+        media = MediaStore() if takes_media else None
+        return cls(engine, tokenizer, options, limits, ActiveRequests(), bodies, WeightUpdates(engine), parser, media)
 
     async def read(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         """Parse the body of ``request`` as a JSON object and pass it to ``read``, in a thread.

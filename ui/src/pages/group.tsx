@@ -3,6 +3,7 @@ import type { Group } from "../api";
 import { useAnswer } from "../client";
 import { fixed, number, signed } from "../format";
 import { Conversation } from "../parts/conversation";
+import { Pictures } from "../parts/picture";
 import { Choice } from "../parts/small";
 import { Shown } from "../parts/states";
 import { href, type Place, setQuery } from "../router";
@@ -34,6 +35,9 @@ export function GroupPage({ name, place }: { name: string; place: Place }) {
             </div>
             <section class="panel prompt">
               <h3>Prompt</h3>
+              {group.media.map((item, at) => (
+                <Pictures key={at} run={name} item={item} digest={item.digest} name={item.kind} />
+              ))}
               <pre>{group.prompt}</pre>
               {group.ground_truth && group.ground_truth !== "null" ? (
                 <p>
@@ -60,7 +64,7 @@ export function GroupPage({ name, place }: { name: string; place: Place }) {
                     {each.tool_calls ? ` · ${each.tool_calls} calls` : ""}
                     {each.failures ? ` · ${each.failures} failed` : ""}
                   </p>
-                  {isSingleTurn ? <pre class="content">{each.response || "(empty)"}</pre> : <Conversation messages={each.messages} />}
+                  {isSingleTurn ? <pre class="content">{each.response || "(empty)"}</pre> : <Conversation run={name} media={each.media} messages={each.messages} />}
                   {each.is_cut ? <p class="muted">Cut here; the tokens show the rest.</p> : null}
                 </li>
               ))}

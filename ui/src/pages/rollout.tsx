@@ -100,7 +100,7 @@ function Body({ name, rollout, place }: { name: string; rollout: Rollout; place:
           ))}
         </div>
       </div>
-      {isConversation ? <Conversation messages={rollout.messages} turnRewards={rollout.turn_rewards} /> : <TokenView name={name} rollout={rollout} place={place} />}
+      {isConversation ? <Conversation run={name} media={rollout.media} messages={rollout.messages} turnRewards={rollout.turn_rewards} /> : <TokenView name={name} rollout={rollout} place={place} />}
       {isConversation && Object.keys(rollout.info).length ? (
         <details class="panel">
           <summary>What the workflow noted</summary>
@@ -166,7 +166,7 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
         {answer.error ? <Failed error={answer.error} retry={answer.reload} /> : null}
         {!answer.error && !answer.data ? <Loading what="the tokens" /> : null}
         <Problems of={answer.data} />
-        {answer.data ? <TokenField rollout={rollout} tokens={answer.data} colouring={colouring} theme={theme} hasBorders={hasBorders} at={at} choose={choose} point={setPointed} /> : null}
+        {answer.data ? <TokenField run={name} rollout={rollout} tokens={answer.data} colouring={colouring} theme={theme} hasBorders={hasBorders} at={at} choose={choose} point={setPointed} /> : null}
         {rollout.exact_bytes || !answer.data?.bytes.some(Boolean) ? null : <p class="muted">The run's tokenizer joins tokens in its own way, so the bytes are those of each token alone. The text of the response can differ from them, for example in spaces.</p>}
         {hasLearner ? null : (
           <p class="muted">
@@ -175,7 +175,7 @@ function TokenView({ name, rollout, place }: { name: string; rollout: Rollout; p
         )}
       </div>
       <aside class="token-side">
-        {answer.data ? <TokenFacts tokens={answer.data} place={pointed ?? at} /> : null}
+        {answer.data ? <TokenFacts run={name} rollout={rollout} tokens={answer.data} place={pointed ?? at} /> : null}
         {found.length ? (
           <section class="panel">
             <h3>Largest mismatches</h3>

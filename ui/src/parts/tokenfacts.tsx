@@ -1,7 +1,8 @@
 // Everything that is known about one token.
-import type { Maybe, Tokens, Values } from "../api";
+import type { Maybe, Rollout, Tokens, Values } from "../api";
 import { fixed, NONE, number, percent, signed } from "../format";
 import { KINDS } from "./colourings";
+import { itemAt, nameOf, Pictures } from "./picture";
 import { shownText } from "./tokens";
 
 function exact(value: Maybe | undefined): string {
@@ -16,13 +17,14 @@ const COLUMNS: ["learner_logprobs" | "advantages" | "returns" | "values" | "refe
   ["entropies", "entropy"],
 ];
 
-export function TokenFacts({ tokens, place }: { tokens: Tokens; place: number }) {
+export function TokenFacts({ run, rollout: shown, tokens, place }: { run: string; rollout: Rollout; tokens: Tokens; place: number }) {
   const at = place - tokens.offset;
   if (at < 0 || at >= tokens.ids.length) return <p class="muted">The chosen token is on another page.</p>;
   const of = (values: Values) => values?.[at] ?? null;
   const [rollout, learner] = [of(tokens.logprobs), of(tokens.learner_logprobs)];
   const version = tokens.versions[at] ?? -1;
   const turn = tokens.turns[at] ?? -1;
+  const media = itemAt(shown, place);
   const rows: [string, string, string, string?][] = [
     ["token-place", "place", `${number(place + 1)} of ${number(tokens.total)}`],
     ["token-id", "token id", String(tokens.ids[at] ?? NONE)],
@@ -43,6 +45,14 @@ export function TokenFacts({ tokens, place }: { tokens: Tokens; place: number })
         <code>{shownText(tokens.texts[at] ?? "")}</code>
         {tokens.retokenised.includes(at) ? <span class="badge">earlier reply</span> : null}
       </p>
+      {media ? (
+        <div class="token-media">
+          <p class="muted">
+            Stands for {nameOf(shown, media.item)}: token {number(place - media.from + 1)} of {number(media.to - media.from)}
+          </p>
+          <Pictures key={media.item.digest} run={run} item={media.item} digest={media.item.digest} name={nameOf(shown, media.item)} />
+        </div>
+      ) : null}
       <dl>
         {rows.map(([id, name, value, note]) => (
           <div key={id}>

@@ -137,6 +137,8 @@ class RequestLink:
         self._socket = socket
         self._receiver = receiver
         self._outbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.known_media: set[str] = set()
+        """Digests of the images and videos that were sent over this connection."""
 
     def post(self, message: dict[str, Any]) -> None:
         self._outbox.put_nowait(message)

@@ -58,6 +58,8 @@ _START_LIMIT_S = ENGINE_START_LIMIT_S + 60.0
 """The process's own limit is reached first, and its message says more."""
 _LONGEST_LIMIT_S = 1e9
 """For limits that are sent as JSON, which has no infinity."""
+_REQUEST_BYTES = 2**20
+"""Room for the tokens and settings of a request beside its images."""
 _METRICS_LIMIT_S = 5.0
 _SILENT_LIMIT_S = 15.0
 """A process that has not reported for so long counts as unreachable, although its connection is open."""
@@ -272,13 +274,25 @@ class NativeEngine:
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that is too long. The engine's process checks the rest."""
-        if request.sampling.features:
+        if request.sampling.features or request.media:
             check_features(request, self.capabilities)
+        self._check_size(request)
         num_tokens = len(request.input_tokens) + request.sampling.max_new_tokens
         if num_tokens > self.limits.max_request_tokens:
             raise RequestError(
                 f"request {request.request_id}: {num_tokens} tokens exceed the engine's limit of "
                 f"{self.limits.max_request_tokens}; shorten the prompt or lower max_new_tokens"
+            )
+
+    def _check_size(self, request: ModelRequest) -> None:
+        """A message that is too large would end the connection, and with it all other requests."""
+        num_bytes = sum(len(frame) for item in request.media for frame in item.content.frames)
+        limit = self._info.get("max_body_bytes", 0)
+        if num_bytes and limit and num_bytes * 4 / 3 + _REQUEST_BYTES > limit:
+            raise RequestError(
+                f"request {request.request_id}: its images and videos have {num_bytes / 2**20:.1f} MiB, and the server "
+                f"takes messages of {limit / 2**20:.1f} MiB; make them smaller, or start it with a larger "
+                "--max-body-mib"
             )
 
     def abort(self, request_id: str | None = None) -> int:

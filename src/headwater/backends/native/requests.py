@@ -15,6 +15,7 @@ from headwater.core.errors import HeadwaterError, RolloutFailed, ServerLost
 from headwater.core.new_tokens import TOKEN, NewTokens
 from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.observe.spans import Spans
+from headwater.serving.native.media import UNKNOWN_MEDIA
 from headwater.serving.native.request import write_request
 
 _MAX_STUCK = 4
@@ -37,6 +38,8 @@ class FramedRequest:
     arrived: float = field(default_factory=time.perf_counter)
     was_sent: bool = False
     """Whether the request was sent to any server."""
+    has_sent_media: bool = False
+    """Whether it was sent with the bytes of all its images and videos."""
     num_stuck: int = 0
     """How many servers have died with this request since its last tokens arrived."""
     started: float | None = None
@@ -171,7 +174,10 @@ class OpenRequests:
         opened = self._open.get(number)
         if opened is None:
             return
-        if body["error"]["code"] == ENGINE_FAILED:
+        code = body["error"]["code"]
+        if code == UNKNOWN_MEDIA and not opened.has_sent_media:
+            self._send(opened, with_media=True)
+        elif code == ENGINE_FAILED:
             # This process will not produce another token, but the next one will, for this request too.
             self._on_failed_engine(body["error"]["message"])
         else:
@@ -203,10 +209,13 @@ class OpenRequests:
             self._drop(opened)
             opened.finish("abort")
 
-    def _send(self, opened: FramedRequest) -> None:
+    def _send(self, opened: FramedRequest, *, with_media: bool = False) -> None:
+        """``with_media`` sends the bytes of images and videos that the server has seen and forgotten."""
         if self.link is not None:
             opened.was_sent = True
-            self.link.post({"id": opened.number, "request": write_request(opened.rest())})
+            opened.has_sent_media = with_media
+            known = None if with_media else self.link.known_media
+            self.link.post({"id": opened.number, "request": write_request(opened.rest(), known)})
 
     def _drop(self, opened: FramedRequest) -> None:
         del self._open[opened.number]

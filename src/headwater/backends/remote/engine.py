@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from headwater.backends import BackendContext, engine_device
 from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.remote.link import LinkLost, ServerInfo
+from headwater.backends.remote.media import check_images
 from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
 from headwater.backends.remote.servers import RemoteServer
@@ -67,7 +68,7 @@ class RemoteEngine:
         self._resources = ExitStack()
         self._thread = EngineThread(f"headwater-{self.program.lower()}-engine")
         atexit.register(self.close)
-        served = ServedModel(context.tokenizer, model.end_tokens)
+        served = ServedModel(context.tokenizer, model.end_tokens, model.processor)
         self._session = RemoteSession(name, served, context.spans, is_one_of_many=context.is_one_of_many)
         self._session.weights.is_owned = context.owns_weights
         self._server = make_server(self._session)
@@ -104,6 +105,7 @@ class RemoteEngine:
         return replace(
             self.declared_capabilities,
             file_weights=True,
+            media=self._info.takes_media and self._model.processor is not None,
             dtype=self._info.dtype,
             memory_tags=ALL_TAGS if self._info.can_sleep else (),
             update_modes=(*modes, "in_flight") if self._info.labels_tokens else modes,
@@ -174,7 +176,8 @@ class RemoteEngine:
 
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
-        check_features(request, self.declared_capabilities)
+        check_features(request, self.capabilities if request.media else self.declared_capabilities)
+        check_images(request, self.program)
         name, sampling, size = f"request {request.request_id}", request.sampling, self._model.vocab_size
         biased = (token for token, _ in sampling.logit_bias)
         tokens = (*request.input_tokens, *request.given_tokens, *sampling.stop_token_ids, *biased)

@@ -59,6 +59,8 @@ class ServerInfo:
     """Processes that hold weights."""
     vocab_size: int | None = None
     """If it tells."""
+    takes_media: bool = False
+    """Requests may have images, if the model reads them."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
     """The numbers of the model's config.json; empty if they are not told."""
 
@@ -73,6 +75,13 @@ class Sending:
     """Of the weights, as a key of the cache of prompts."""
     streams: bool = True
     """The caller wants tokens as they are generated."""
+    short_prompt: tuple[int, ...] = ()
+    """The input tokens with one placeholder per image, if the request has images."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the server is given."""
+        return [*(self.short_prompt or self.request.input_tokens), *self.request.given_tokens]
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,10 @@ class StreamedTokens:
     """In the last chunk, over all tokens of the response, if the server labels tokens."""
     label: str = ""
     """Of the weights that the server has now; empty if it does not tell."""
+    prompt: tuple[int, ...] | None = None
+    """The prompt as the server has expanded it, if it tells."""
+    num_prompt: int | None = None
+    """Its number of tokens, if the server tells only that."""
 
 
 def read_spans(told: Sequence[Mapping[str, Any]] | None) -> tuple[Span, ...]:

@@ -16,6 +16,7 @@ from headwater.core.errors import ConfigError
 from headwater.models.load import end_token_ids, load_model, load_part, load_processor, local_folder
 from headwater.models.save import save_model
 from headwater.models.source import resolve_model
+from headwater.models.vision.processor import VisionProcessor
 
 _SHAPE_KEYS = (
     "model_type",
@@ -36,12 +37,15 @@ class RunModel:
 
     skeleton: Any
     end_tokens: tuple[int, ...]
+    processor: VisionProcessor | None = None
+    """Of a model that reads images."""
 
     @classmethod
     def of(cls, context: BackendContext) -> RunModel:
         config = context.config
         skeleton, _ = load_part(context.model_path, dtype=config.model.dtype, seed=config.run.seed)
-        return cls(skeleton, end_token_ids(skeleton, context.tokenizer))
+        processor = load_processor(context.model_path, config.model.chat_template)
+        return cls(skeleton, end_token_ids(skeleton, context.tokenizer), processor)
 
     @property
     def vocab_size(self) -> int:

@@ -9,11 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from headwater.backends.remote.link import Garbage, Sending, ServerLink, Span, StreamedTokens
+from headwater.backends.remote.media import short_prompt
 from headwater.backends.remote.model import ServedWeights
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import HeadwaterError, RequestError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.engine.stops import find_stop
+from headwater.models.vision.processor import VisionProcessor
 
 MAX_STUCK = 4
 """How often the stream of a request may break without a new token in between."""
@@ -32,6 +34,14 @@ class ServedModel:
 
     tokenizer: Tokenizer
     end_tokens: tuple[int, ...]
+    processor: VisionProcessor | None = None
+    """Of a model that reads images."""
+
+    async def short_prompt(self, request: ModelRequest) -> tuple[int, ...]:
+        """The input tokens with one placeholder per image; empty for a request without images."""
+        if not request.media or self.processor is None:
+            return ()
+        return await asyncio.to_thread(short_prompt, request, self.processor)
 
 
 @dataclass(eq=False)
@@ -192,7 +202,13 @@ async def read_stream(
 ) -> StopReason:
     """Read one stream to its end. ``abort`` means that the rest of the response is missing."""
     rest, has_stopped = opened.rest(), False
-    sending = Sending(rest, model.end_tokens, opened.sent_version, streams=opened.on_tokens is not None)
+    sending = Sending(
+        rest,
+        model.end_tokens,
+        opened.sent_version,
+        streams=opened.on_tokens is not None,
+        short_prompt=await model.short_prompt(rest),
+    )
     num_checked = len(opened.tokens)
     spans: tuple[Span, ...] | None = None
     reason: StopReason = "abort"  # older versions send no last chunk for a request that was aborted
@@ -200,6 +216,8 @@ async def read_stream(
         async for chunk in chunks:
             if opened.num_certain is None:  # otherwise it spans an update, and is checked at its end
                 weights.check(chunk.label)
+            if rest.media:
+                check_prompt(rest, chunk)
             opened.extend(chunk)
             if chunk.stop_reason is not None:
                 spans, reason = chunk.spans, chunk.stop_reason
@@ -221,6 +239,18 @@ async def read_stream(
         return reason
     opened.cut(end)
     return "stop"
+
+
+def check_prompt(request: ModelRequest, chunk: StreamedTokens) -> None:
+    """Raise if the server makes other tokens of the images than the run, which would train on other tokens."""
+    whole = (*request.input_tokens, *request.given_tokens)
+    count = chunk.num_prompt if chunk.prompt is None else len(chunk.prompt)
+    if count is None or (count == len(whole) and chunk.prompt in (None, whole)):
+        return
+    raise RequestError(
+        f"request {request.request_id}: the server makes {count} tokens of a prompt with images that has {len(whole)} "
+        "here; start it with the same preprocessor_config.json and limits of pixels as the run's model"
+    )
 
 
 async def fetch_tokens(wanted: Sequence[OpenRequest], link: ServerLink) -> None:

@@ -139,7 +139,7 @@ class RouterEngine:
             )
 
     def check(self, request: ModelRequest) -> None:
-        if request.sampling.features:
+        if request.sampling.features or request.media:
             check_features(request, self.capabilities)
         member = next((each for each in self._roster.by_limit if not each.lost), None)
         if member is not None:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from headwater.backends.remote.http import HttpCalls
 from headwater.backends.remote.link import Garbage, PauseMode, Sending, ServerInfo, StreamedTokens, read_spans
+from headwater.backends.remote.media import data_urls
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.protocols import MemoryTag
 from headwater.core.randomness import derive_key
@@ -183,6 +184,8 @@ def read_info(told: Mapping[str, Any], model: Mapping[str, Any], dialect: Sglang
         label=str(model.get("weight_version") or ""),
         num_workers=int(told.get("tp_size") or 1),
         vocab_size=None if vocab_size is None else int(vocab_size),
+        # Of SGLang, every version in the table takes images if its model does.
+        takes_media=bool(can.get("media", True)),
     )
 
 
@@ -205,8 +208,9 @@ def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
         # A continued response must not draw the same random numbers again.
         params["sampling_seed"] = derive_key(request.rng_key, num_given) & (2**31 - 1)
     return {
+        **({"image_data": data_urls(request)} if request.media else {}),
         "rid": request.request_id,
-        "input_ids": [*request.input_tokens, *request.given_tokens],
+        "input_ids": sending.tokens,
         "sampling_params": params,
         "return_logprob": True,
         "stream": sending.streams,
@@ -230,6 +234,7 @@ def read_answer(text: str, num_read: int = 0) -> StreamedTokens:
         ended = meta["finish_reason"]
         if ended is not None and ended["type"] not in _STOP_REASONS:
             raise Garbage(f"the finish reason {ended['type']!r}")
+        num_prompt = meta.get("prompt_tokens")
         spans, label = read_spans(meta.get("weight_versions")), str(meta.get("weight_version") or "")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise Garbage(f"{type(error).__name__}: {error}; the answer: {_shown(text)}") from error
@@ -237,7 +242,8 @@ def read_answer(text: str, num_read: int = 0) -> StreamedTokens:
         if not logprob <= 0.01:  # also for NaN
             raise LogitsBroken(f"SGLang reports the log-prob {logprob} for token {token}: its logits are not numbers")
     tokens, logprobs = tuple(token for _, token in pairs), tuple(min(each, 0.0) for each, _ in pairs)
-    return StreamedTokens(tokens, logprobs, None if ended is None else _STOP_REASONS[ended["type"]], spans, label)
+    reason = None if ended is None else _STOP_REASONS[ended["type"]]
+    return StreamedTokens(tokens, logprobs, reason, spans, label, num_prompt=num_prompt)
 
 
 def _shown(value: Any) -> str:

@@ -117,6 +117,7 @@ def read_info(version: str, told: Mapping[str, Any]) -> ServerInfo:
         # A CPU accepts the option and the calls, and releases nothing.
         can_sleep=bool(model.get("enable_sleep_mode")) and device != "cpu",
         logprobs_mode=str(model["logprobs_mode"]),
+        takes_media=dialect_of(version).takes_images,
         has_own_worker=told["parallel_config"].get("worker_extension_cls") == OWN_WORKER,
         text_config=model.get("text_config") or {},
     )

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headwater.backends import BackendContext
 from headwater.backends.remote.link import Garbage, LinkLost, PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
-from headwater.backends.vllm.launch import engine_settings
+from headwater.backends.vllm.launch import MEDIA_LIMITS, engine_settings, reads_images
 from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
 from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.core.protocols import MemoryTag
@@ -82,6 +83,8 @@ class InProcessLink:
         settings = engine_settings(context.config, is_on_cpu=is_on_cpu, shares_device=True)
         if str(INSIDE) not in sys.path:  # worker processes inherit the path, and find the methods of inside/ by it
             sys.path.append(str(INSIDE))
+        if reads_images(folder):
+            settings["limit_mm_per_prompt"] = MEDIA_LIMITS
         sleeps = context.config.learner.offload_during_rollout
         engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
@@ -108,6 +111,7 @@ class InProcessLink:
             labels_tokens=self._dialect.labels_tokens,
             can_sleep=config.model_config.enable_sleep_mode and device != "cpu",
             logprobs_mode=str(config.model_config.logprobs_mode),
+            takes_media=True,
             has_own_worker=True,
         )
 
@@ -117,11 +121,16 @@ class InProcessLink:
 
         body = write_request(sending, self._dialect)
         prompt = {"prompt_token_ids": body["token_ids"], "cache_salt": body["cache_salt"]}
+        if media := sending.request.media:
+            images = await asyncio.to_thread(lambda: [item.content.images()[0] for item in media])
+            prompt["multi_modal_data"] = {"image": images}
+            prompt["multi_modal_uuids"] = {"image": [item.content.digest for item in media]}
         params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.DELTA)
         with _engine_errors("generates"):
             async with aclosing(self._engine.generate(prompt, params, body["request_id"])) as outputs:
                 async for output in outputs:
-                    yield self._read(output.outputs[0])
+                    chunk = self._read(output.outputs[0])
+                    yield replace(chunk, prompt=tuple(output.prompt_token_ids)) if media else chunk
 
     def _read(self, output: Any) -> StreamedTokens:
         """As if it had come over HTTP."""

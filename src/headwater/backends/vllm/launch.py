@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from headwater.backends.vllm.http import INSIDE
 from headwater.backends.vllm.wire import STREAM_INTERVAL
 from headwater.config.schema import Config
 
+MEDIA_LIMITS = {"video": 0}
+"""Only images are passed on, so vLLM need not keep room for the longest video."""
 _CPU_CACHE_GIB = 1.0
 _SHARED_FRACTION = 0.4
 """Share of a GPU's memory for a server on the device of the learner."""
@@ -25,6 +28,8 @@ def command(
     is_on_cpu = devices[0] == "cpu"
     settings = engine_settings(context.config, is_on_cpu=is_on_cpu, shares_device=shares_device)
     settings |= {"model": model, "tensor_parallel_size": len(devices), "uvicorn_log_level": "warning"}
+    if reads_images(model):
+        settings["limit_mm_per_prompt"] = json.dumps(MEDIA_LIMITS)
     if is_on_cpu:
         settings["enforce_eager"] = None
     environment = {
@@ -33,6 +38,12 @@ def command(
         "VLLM_HOST_IP": HOST,  # where its processes find each other
     }
     return child_command(context, "vllm", settings, devices, api_key=api_key, environment=environment, path=str(INSIDE))
+
+
+def reads_images(model: Path) -> bool:
+    """Whether the model in a folder has a vision tower."""
+    config = model / "config.json"
+    return config.is_file() and "vision_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def engine_settings(config: Config, *, is_on_cpu: bool, shares_device: bool) -> dict[str, Any]:

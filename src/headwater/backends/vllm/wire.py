@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends.remote.link import Garbage, LinkLost, Sending, StreamedTokens, read_spans
+from headwater.backends.remote.media import data_urls
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.randomness import derive_key
 from headwater.core.records import StopReason
@@ -38,12 +39,26 @@ class VllmDialect:
     """A request may say how many tokens a chunk of its stream has."""
     releases_cache_alone: bool
     """``/release_kv_cache_memory`` frees the KV cache and leaves the weights where they are."""
+    takes_images: bool
+    """Images are sent with the tokens, as ``content_parts``, and the answer tells the expanded prompt."""
 
 
 DIALECTS = (
-    VllmDialect((0, 32), has_integer_logprobs=True, labels_tokens=True, batches_stream=True, releases_cache_alone=True),
     VllmDialect(
-        (0, 23), has_integer_logprobs=False, labels_tokens=False, batches_stream=False, releases_cache_alone=False
+        (0, 32),
+        has_integer_logprobs=True,
+        labels_tokens=True,
+        batches_stream=True,
+        releases_cache_alone=True,
+        takes_images=True,
+    ),
+    VllmDialect(
+        (0, 23),
+        has_integer_logprobs=False,
+        labels_tokens=False,
+        batches_stream=False,
+        releases_cache_alone=False,
+        takes_images=False,
     ),
 )
 """The newest first. A version between two rows speaks the older of the two."""
@@ -88,9 +103,17 @@ def write_request(sending: Sending, dialect: VllmDialect) -> dict[str, Any]:
         params["stream_interval"] = STREAM_INTERVAL
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): value for token, value in sampling.logit_bias}
+    media = {}
+    if request.media:
+        parts = [
+            {"type": "image_url", "url": url, "uuid": item.content.digest}
+            for item, url in zip(request.media, data_urls(request), strict=True)
+        ]
+        media = {"content_parts": parts, "return_token_ids": True}
     return {
+        **media,
         "request_id": request.request_id,
-        "token_ids": [*request.input_tokens, *request.given_tokens],
+        "token_ids": sending.tokens,
         "sampling_params": params,
         "stream": True,
         # The cache of prompts must not mix versions: with an update in flight it cannot be cleared.
@@ -104,8 +127,9 @@ def read_event(data: str, dialect: VllmDialect) -> StreamedTokens | None:
         event = json.loads(data)
         if "error" in event:
             raise _failure(event["error"])
-        choices = event["choices"]
-        return read_choice(choices[0], dialect) if choices else None
+        choices, prompt = event["choices"], event.get("prompt_token_ids")
+        chunk = read_choice(choices[0], dialect) if choices else None
+        return chunk if prompt is None or chunk is None else replace(chunk, prompt=tuple(prompt))
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise Garbage(f"{type(error).__name__}: {error}; the event: {_shown(data)}") from error
 

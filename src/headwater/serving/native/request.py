@@ -10,12 +10,14 @@ from typing import Any
 from headwater.core.records import GRAMMAR_KINDS, Delta, Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_integers
+from headwater.serving.native.media import MediaStore, read_media, write_media
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import read_stops
 
 
-def write_request(request: ModelRequest) -> dict[str, Any]:
-    return {
+def write_request(request: ModelRequest, known_media: set[str] | None = None) -> dict[str, Any]:
+    """``known_media`` are the digests of the contents that the server has (``media.write_media``)."""
+    written = {
         "request_id": request.request_id,
         "input_tokens": request.input_tokens,
         "given_tokens": request.given_tokens,
@@ -23,9 +25,11 @@ def write_request(request: ModelRequest) -> dict[str, Any]:
         "rng_key": request.rng_key,
         "session": request.session,
     }
+    return {**written, "media": write_media(request.media, known_media)} if request.media else written
 
 
-def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
+def read_request(body: Mapping[str, Any], limits: ModelLimits, store: MediaStore | None = None) -> ModelRequest:
+    """``store`` has the contents that the server has seen; None if its engine takes only text."""
     fields = Fields(body)
     request_id = fields.text("request_id") or secrets.token_hex(8)
     check_name(request_id, "request_id")
@@ -35,12 +39,14 @@ def read_request(body: Mapping[str, Any], limits: ModelLimits) -> ModelRequest:
     sampling = fields.mapping("sampling")
     rng_key = fields.optional_integer("rng_key", minimum=-(2**63), maximum=2**63 - 1)
     session = fields.text("session") or ""
+    media = read_media(fields.raw("media"), len(input_tokens), store)
     fields.done()
     if sampling is None:
         raise ApiError('sampling: is missing; give at least {"max_new_tokens": 16}', param="sampling")
     if rng_key is None:
         raise ApiError("rng_key: is missing; give the number that decides every sampled token", param="rng_key")
-    return ModelRequest(request_id, input_tokens, _read_sampling(sampling, limits), rng_key, given_tokens, session)
+    params = _read_sampling(sampling, limits)
+    return ModelRequest(request_id, input_tokens, params, rng_key, given_tokens, session, media)
 
 
 def check_length(request: ModelRequest, limits: ModelLimits) -> None:

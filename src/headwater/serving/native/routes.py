@@ -82,7 +82,7 @@ class RequestSocket:
 
     def _enter(self, number: int, body: Mapping[str, Any]) -> None:
         try:
-            request = read_request(body, self._state.limits)
+            request = read_request(body, self._state.limits, self._state.media)
             self._state.check_given_tokens(request)
             self._follower.enter(number, request)
         except Exception as error:  # noqa: BLE001  the client of this request is told, and the others are served
@@ -139,7 +139,7 @@ class RequestSocket:
 async def generate(request: web.Request) -> web.StreamResponse:
     """One request. Its tokens are sent line by line as they are generated."""
     state = request.app[STATE]
-    asked = await state.read(request, lambda body: read_request(body, state.limits))
+    asked = await state.read(request, lambda body: read_request(body, state.limits, state.media))
     check_length(asked, state.limits)
     state.check_given_tokens(asked)
     with state.active.hold({asked.request_id: (asked.request_id,)}, "request_id"):

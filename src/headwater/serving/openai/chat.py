@@ -10,10 +10,12 @@ from headwater.chat.messages import Message, read_messages
 from headwater.chat.parsers import PARSERS, ToolCallParser
 from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, opens_reasoning, render_chat
 from headwater.core.errors import DataError
+from headwater.core.media import Media, MediaContent
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import MAX_TOP_LOGPROBS
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
+from headwater.serving.media import encode_media, is_media, take_media
 from headwater.serving.openai.plan import (
     CallPlan,
     CallReading,
@@ -42,7 +44,10 @@ class ChatBody:
 
     model: str
     messages: list[Message]
-    """As chat templates expect them: content is text, and the arguments of tool calls are objects."""
+    """As chat templates expect them: content is text, or a list of parts if the message has images or videos, and the
+    arguments of tool calls are objects."""
+    contents: list[MediaContent]
+    """The images and videos of the messages, in order."""
     template_args: Mapping[str, Any]
     tools: ToolUse
     sampling: SamplingFields
@@ -59,11 +64,11 @@ class ChatBody:
         max_tokens = _max_tokens(fields)
         logprobs, num_top = _logprobs(fields)
         shape = read_shape(fields, sampling.stops, logprobs=logprobs)
-        messages = _messages(fields.raw("messages"), limits)
+        messages, contents = _messages(fields.raw("messages"), limits)
         template_args, tools = _template_args(fields), ToolUse.read(fields)
         _refuse_unsupported_chat(fields)
         fields.done()
-        return cls(model, messages, template_args, tools, sampling, max_tokens, num_top, shape)
+        return cls(model, messages, contents, template_args, tools, sampling, max_tokens, num_top, shape)
 
 
 def read_chat(
@@ -73,7 +78,7 @@ def read_chat(
     chat = ChatBody.read(body, limits, served_name)
     limits.check_count(chat.sampling.num_samples, "n")
     text = render_messages(chat.messages, chat.template_args, chat.tools, limits)
-    tokens = _tokens(text, limits)
+    tokens, media = _tokens(text, chat.contents, limits)
     field, max_tokens = chat.max_tokens
     num_new = limits.num_new_tokens(len(tokens), max_tokens, None, field, prompt_field="messages")
     sampling, shape, calls = chat.sampling, chat.shape, None
@@ -95,13 +100,15 @@ def read_chat(
         shape=shape,
         session=sampling.session,
         calls=calls,
+        media=media,
     )
 
 
 def read_messages_as_tokens(fields: Fields, limits: ModelLimits) -> tuple[int, ...]:
     """The rendered chat of a body that contains nothing but ``messages``, tools and arguments of the template."""
-    messages = _messages(fields.raw("messages"), limits)
-    return _tokens(render_messages(messages, _template_args(fields), ToolUse.read(fields), limits), limits)
+    messages, contents = _messages(fields.raw("messages"), limits)
+    text = render_messages(messages, _template_args(fields), ToolUse.read(fields), limits)
+    return _tokens(text, contents, limits)[0]
 
 
 def _no_parser() -> ApiError:
@@ -133,7 +140,7 @@ def _logprobs(fields: Fields) -> tuple[bool, int]:
     return wanted, count
 
 
-def _messages(value: Any, limits: ModelLimits) -> list[Message]:
+def _messages(value: Any, limits: ModelLimits) -> tuple[list[Message], list[MediaContent]]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", value, "must be a list of at least one message")
     limits.check_messages(value, "messages")
@@ -141,24 +148,33 @@ def _messages(value: Any, limits: ModelLimits) -> list[Message]:
         messages = read_messages({"messages": value}, "messages", "", "request")
     except DataError as error:
         raise ApiError(str(error).removeprefix("request: "), param="messages") from error
-    return [
-        for_template({**message, "content": _text_of(message["content"], f"{name}.content")}, name)
+    messages, contents = take_media(messages, limits, "messages")
+    takes_media = limits.processor is not None
+    shown = [
+        for_template({**message, "content": _content_of(message["content"], f"{name}.content", takes_media)}, name)
         for name, message in ((f"messages[{place}]", message) for place, message in enumerate(messages))
     ]
+    return shown, contents
 
 
-def _text_of(content: Any, name: str) -> str | None:
-    """Content as one text, because templates of text models may print a list of parts as a list."""
+def _content_of(content: Any, name: str, takes_media: bool) -> str | list[dict[str, Any]] | None:
+    """Content as one text, because templates of text models may print a list of parts as a list; as parts if some of
+    them are images or videos."""
     if content is None:
         return None
     if isinstance(content, str):
         return checked_text(content, name)
-    texts = []
+    parts: list[dict[str, Any]] = []
     for place, part in enumerate(content):
-        if part["type"] != "text":
-            raise wrong(f"{name}[{place}].type", part["type"], "this server accepts only text; use parts of type text")
-        texts.append(checked_text(part.get("text"), f"{name}[{place}].text"))
-    return "".join(texts)
+        if takes_media and is_media(part):
+            parts.append(part)
+        elif part["type"] == "text":
+            parts.append({"type": "text", "text": checked_text(part.get("text"), f"{name}[{place}].text")})
+        else:
+            what = "text, images and videos" if takes_media else "only text, because its model or engine reads no other"
+            rule = f"this server accepts {what}; use parts of type text"
+            raise wrong(f"{name}[{place}].type", part["type"], rule)
+    return parts if any(map(is_media, parts)) else "".join(part["text"] for part in parts)
 
 
 def _template_args(fields: Fields) -> dict[str, Any]:
@@ -182,7 +198,8 @@ def render_messages(
     """The text of a chat, with its tools."""
     shown = {"tools": list(tools.schemas)} if tools.schemas else {}
     try:
-        text = render_chat(limits.tokenizer, messages, {**arguments, **shown})
+        owner = limits.tokenizer if limits.processor is None else limits.processor.template
+        text = render_chat(owner, messages, {**arguments, **shown})
     except ChatError as error:
         if not error.has_template:
             raise ApiError(
@@ -192,11 +209,14 @@ def render_messages(
     return limits.short_text(text, "messages")
 
 
-def _tokens(text: str, limits: ModelLimits) -> tuple[int, ...]:
-    tokens = encode_rendered(limits.tokenizer, text)
+def _tokens(text: str, contents: Sequence[MediaContent], limits: ModelLimits) -> tuple[tuple[int, ...], Media]:
+    if contents:
+        tokens, media = encode_media(text, contents, limits, "messages")
+    else:
+        tokens, media = encode_rendered(limits.tokenizer, text), ()
     if not tokens:
         raise ApiError("messages: the chat template renders them to an empty prompt", param="messages")
-    return tokens
+    return tokens, media
 
 
 def _refuse_unsupported_chat(fields: Fields) -> None:

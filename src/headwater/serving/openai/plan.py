@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headwater.chat.parsers import ToolCallParser
+from headwater.core.media import Media
 from headwater.core.records import Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, shown, wrong
 from headwater.serving.fields import Fields
@@ -77,12 +78,15 @@ class CallPlan:
         shape: Shape,
         session: str = "",
         calls: CallReading | None = None,
+        media: Media = (),
     ) -> CallPlan:
+        """``media`` are the images and videos of every prompt."""
         name = f"{prefix}-{uuid.uuid4().hex}"
         requests: list[ModelRequest] = []
         for tokens, sampling in prompts:
             for key in sample_keys(seed, num_samples):
-                requests.append(ModelRequest(f"{name}-{len(requests)}", tokens, sampling, key, session=session))
+                request_id = f"{name}-{len(requests)}"
+                requests.append(ModelRequest(request_id, tokens, sampling, key, session=session, media=media))
         return cls(name, model, int(time.time()), tuple(requests), num_samples, shape, calls)
 
     @property

@@ -32,6 +32,8 @@ _INCLUDED = ("reasoning.encrypted_content",)
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _STREAM_OPTIONS = {"include_usage": True}
 
+Content = str | list[dict[str, Any]]
+
 
 def chat_body(body: Mapping[str, Any], history: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """A request of ``/v1/responses`` as one of ``/v1/chat/completions``. ``history`` are the messages before it."""
@@ -88,7 +90,7 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
     if kind == "message":
         message = {"role": item.get("role"), "content": _content(item.get("content"), where)}
         if message["role"] == "assistant" and messages and messages[-1]["role"] == "assistant":
-            messages[-1]["content"] = (messages[-1]["content"] or "") + message["content"]
+            messages[-1]["content"] = _joined(messages[-1]["content"], message["content"])
         else:
             messages.append(message)
     elif kind == "function_call":
@@ -106,18 +108,35 @@ def _add(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         raise wrong(f"{where}.type", kind, "must be message, function_call, function_call_output or reasoning")
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str) -> Content:
+    """A text; with images, the parts of a chat message."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise wrong(f"{where}.content", content, "must be a text, or a list of parts")
-    texts = []
-    for place, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in _TEXT_PARTS:
-            raise wrong(f"{where}.content[{place}].type", kind, f"only text is accepted: {', '.join(_TEXT_PARTS)}")
-        texts.append(str(part.get("text", "")))
-    return "".join(texts)
+    parts = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
+    return parts if any("image_url" in part for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in _TEXT_PARTS:
+        return {"type": "text", "text": str(part.get("text", ""))}
+    if kind != "input_image":
+        raise wrong(f"{where}.type", kind, f"only text and images are accepted: {', '.join(_TEXT_PARTS)}, input_image")
+    if not isinstance(part.get("image_url"), str):
+        raise wrong(f"{where}.image_url", part.get("image_url"), "must be a data URL; files are not stored here")
+    return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+
+
+def _joined(first: Content | None, second: Content) -> Content:
+    if isinstance(first, list) or isinstance(second, list):
+        return [*_as_parts(first or ""), *_as_parts(second)]
+    return (first or "") + second
+
+
+def _as_parts(content: Content) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

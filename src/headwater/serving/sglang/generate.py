@@ -5,13 +5,16 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+from headwater.core.media import Media, MediaContent
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar, ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_text, is_integer
+from headwater.serving.media import encode_media, expand_media, take_media
 from headwater.serving.output import OutputPiece, TextRules, token_text
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import GuideFields, checked_params, read_min_p, read_stops, sample_keys
@@ -22,9 +25,12 @@ TOP_K_ALL = 1 << 30
 """SGLang's other value for keeping all tokens."""
 
 _OTHER_GRAMMARS = "use json_schema or regex"
+TokensWithMedia = tuple[tuple[int, ...], Media]
+
 _ABORTED = "the request was aborted by a control call"
 _ONLY_SAMPLED = "only the log-probs of sampled tokens are available"
 _ONLY_TEXT = "this server accepts text or token ids"
+_ONLY_IMAGES = "this server accepts text or token ids, and image_data"
 _ONE_MODEL = "the server has one model, without adapters"
 _ONE_SERVER = "this server is not part of a distributed deployment"
 _NOT_KEPT = "the engine returns only tokens and log-probs"
@@ -39,10 +45,9 @@ _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("return_entropy", (False,), _ONLY_SAMPLED),
     ("input_embeds", ([],), _ONLY_TEXT),
     ("positional_embed_overrides", ([],), _ONLY_TEXT),
-    ("image_data", ([], ""), _ONLY_TEXT),
-    ("video_data", ([], ""), _ONLY_TEXT),
-    ("audio_data", ([], ""), _ONLY_TEXT),
-    ("modalities", ([],), _ONLY_TEXT),
+    ("video_data", ([], ""), _ONLY_IMAGES),
+    ("audio_data", ([], ""), _ONLY_IMAGES),
+    ("modalities", ([], ["image"], ["multi-images"]), _ONLY_IMAGES),
     ("mm_hashes", ([],), _ONLY_TEXT),
     ("session_params", ({},), "requests are independent; send the whole prompt"),
     ("lora_path", ("",), _ONE_MODEL),
@@ -105,7 +110,7 @@ class GenerateCall:
 
 def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     fields = Fields(body)
-    is_batch, prompts = _prompts(fields, limits)
+    is_batch, prompts = _prompts(fields, limits, fields.raw("image_data"))
     sampling = _per_prompt(fields, "sampling_params", len(prompts), {}, dict, "an object")
     logprobs = _per_prompt(fields, "return_logprob", len(prompts), False, bool, "true or false")
     token_texts = fields.flag("return_text_in_logprobs", False)
@@ -121,7 +126,8 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     prompts_field = "input_ids" if body.get("text") is None else "text"
     samples: list[Sample] = []
     names: dict[str, tuple[str, ...]] = {}
-    for place, (rid_of_prompt, tokens) in enumerate(zip(_rids(rid, len(prompts), is_batch), prompts, strict=True)):
+    rids = _rids(rid, len(prompts), is_batch)
+    for place, (rid_of_prompt, (tokens, media)) in enumerate(zip(rids, prompts, strict=True)):
         prompt_field = f"{prompts_field}[{place}]" if is_batch else prompts_field
         read = SglangSampling.read(sampling[place], limits, num_prompt=len(tokens), prompt_field=prompt_field)
         limits.check_count(len(samples) + read.num_samples, "sampling_params.n")
@@ -129,32 +135,72 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
         names[rid_of_prompt] = ids
         for number, (request_id, key) in enumerate(zip(ids, sample_keys(read.seed, read.num_samples), strict=True)):
             name = rid_of_prompt if read.num_samples == 1 else f"{rid_of_prompt}_{number}"
-            request = ModelRequest(request_id, tokens, read.params, key, session=routing_key or session or "")
+            request = ModelRequest(
+                request_id, tokens, read.params, key, session=routing_key or session or "", media=media
+            )
             samples.append(Sample(name, request, read.rules, logprobs[place], token_texts))
     if isinstance(rid, str) and is_batch:
         names[rid] = tuple(sample.request.request_id for sample in samples)
     return GenerateCall(tuple(samples), is_batch or len(samples) > 1, stream, names)
 
 
-def _prompts(fields: Fields, limits: ModelLimits) -> tuple[bool, list[tuple[int, ...]]]:
-    """Whether the prompts form a batch, and their tokens."""
+def _prompts(fields: Fields, limits: ModelLimits, images: Any) -> tuple[bool, list[TokensWithMedia]]:
+    """Whether the prompts form a batch, and their tokens with their images."""
     text, ids = fields.raw("text"), fields.raw("input_ids")
     if (text is None) == (ids is None):
         given = "both are given" if text is not None else "neither is given"
         raise ApiError(f"text, input_ids: {given}; give exactly one of the two", param="text")
-    if text is not None:
-        if not isinstance(text, list):
-            return False, [limits.tokens_of_text(text, "text")]
-        _refuse_no_prompts(text, "text")
-        limits.check_count(len(text), "text")
-        return True, [limits.tokens_of_text(each, f"text[{place}]") for place, each in enumerate(text)]
-    if not isinstance(ids, list):
+    field, values = ("text", text) if text is not None else ("input_ids", ids)
+    if field == "input_ids" and not isinstance(ids, list):
         raise wrong("input_ids", ids, "must be a list of token ids, or a list of such lists")
-    _refuse_no_prompts(ids, "input_ids")
-    if is_integer(ids[0]):
-        return False, [limits.tokens_of_ids(ids, "input_ids")]
-    limits.check_count(len(ids), "input_ids")
-    return True, [limits.tokens_of_ids(each, f"input_ids[{place}]") for place, each in enumerate(ids)]
+    if isinstance(values, list):
+        _refuse_no_prompts(values, field)
+    read = partial(_prompt_of_text if text is not None else _prompt_of_ids, limits=limits)
+    if not isinstance(values, list) or is_integer(values[0]):
+        return False, [read(values, images, field=field, images_field="image_data")]
+    limits.check_count(len(values), field)
+    given = images if isinstance(images, list) and images else [None] * len(values)
+    if len(given) != len(values):
+        raise ApiError(
+            f"image_data: a list of {len(given)} for {len(values)} prompts; give one list of images per prompt",
+            param="image_data",
+        )
+    return True, [
+        read(value, of_prompt, field=f"{field}[{place}]", images_field=f"image_data[{place}]")
+        for place, (value, of_prompt) in enumerate(zip(values, given, strict=True))
+    ]
+
+
+def _prompt_of_text(text: Any, images: Any, *, limits: ModelLimits, field: str, images_field: str) -> TokensWithMedia:
+    contents = _contents(images, limits, images_field)
+    if not contents:
+        return limits.tokens_of_text(text, field), ()
+    return encode_media(limits.short_text(text, field), contents, limits, images_field)
+
+
+def _prompt_of_ids(ids: Any, images: Any, *, limits: ModelLimits, field: str, images_field: str) -> TokensWithMedia:
+    """Token ids, with one placeholder per image as SGLang expects them."""
+    tokens, contents = limits.tokens_of_ids(ids, field), _contents(images, limits, images_field)
+    return expand_media(tokens, contents, limits, images_field) if contents else (tokens, ())
+
+
+def _contents(images: Any, limits: ModelLimits, field: str) -> list[MediaContent]:
+    """The images of one prompt: one, or a list. Each is a data URL, or base64 alone."""
+    values = images if isinstance(images, list) else [] if images in (None, "") else [images]
+    parts = []
+    for place, value in enumerate(values):
+        url = value.get("url") if isinstance(value, dict) else value
+        if not isinstance(url, str):
+            raise wrong(f"{field}[{place}]", value, "must be a data URL, or an image in base64")
+        is_address = url.startswith(("data:", "http://", "https://", "file:", "/", "."))
+        parts.append({"type": "image_url", "image_url": url if is_address else f"data:;base64,{url}"})
+    if parts and limits.processor is None:
+        raise ApiError(
+            f"{field}: this server's model or engine reads only text; remove the images, or serve a vision model",
+            param="image_data",
+            code="unsupported",
+        )
+    return take_media([{"role": "user", "content": parts}], limits, field)[1]
 
 
 def _refuse_no_prompts(values: list[Any], field: str) -> None:

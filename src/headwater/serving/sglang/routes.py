@@ -189,6 +189,7 @@ async def server_info(request: web.Request) -> web.Response:
             "max_request_tokens": limits.max_request_tokens,
             "vocab_size": limits.vocab_size,
             "max_queue": limits.max_queue,
+            "max_body_bytes": state.options.max_body_bytes,
             "weight_version": str(status.version),
             **status.settings,
             "capabilities": asdict(state.engine.capabilities),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -46,7 +47,10 @@ async def answer_call(session: Session, path: str, body: Mapping[str, Any]) -> A
                 code="unknown_path",
             )
         chat = body if path == CHAT else chat_body(body, _history(session, body))
-        call = read_call(chat, session.sampling)
+        if session.media is None:
+            call = read_call(chat, session.sampling)
+        else:  # in a thread, because other episodes would wait while pictures are decoded
+            call = await asyncio.to_thread(read_call, chat, session.sampling, session.media)
     if path == CHAT:
         return ApiReply(None, session.stream(call)) if call.shape.stream else ApiReply(await session.answer(call))
     writer = ResponseWriter(body)

@@ -13,7 +13,7 @@ asks for is therefore treated in one of these ways:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from headwater.chat.messages import read_messages
 from headwater.chat.render import RESERVED_ARGUMENTS
 from headwater.core.errors import DataError
 from headwater.core.records import Grammar, SamplingParams
+from headwater.data.media import MediaSettings
+from headwater.data.message_media import digest_of, has_media, load_message_media
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.openai.plan import Shape, read_shape
@@ -46,7 +48,8 @@ class ChatCall:
 
     model: str
     messages: tuple[dict[str, Any], ...]
-    """With text as content, and arguments of tool calls as mappings: what chat templates expect."""
+    """With text as content, or parts with loaded images and videos, and arguments of tool calls as mappings: what an
+    episode expects."""
     template_args: Mapping[str, Any]
     """Arguments that the call brings for the chat template: its tools and ``chat_template_kwargs``."""
     tools: ToolUse
@@ -70,7 +73,8 @@ class ChatCall:
         return replace(self, answer=None, tools=replace(self.tools, choice="auto", name=""))
 
 
-def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
+def read_call(body: Mapping[str, Any], sampling: SamplingParams, media: MediaSettings | None = None) -> ChatCall:
+    """``media`` says how images and videos are read; None if the model takes only text."""
     fields = Fields(body)
     model = fields.text("model") or "default"
     stops = read_stops(fields)
@@ -81,7 +85,7 @@ def read_call(body: Mapping[str, Any], sampling: SamplingParams) -> ChatCall:
     shown = {"tools": list(tools.schemas)} if tools.schemas else {}
     call = ChatCall(
         model=model,
-        messages=_messages(fields.raw("messages")),
+        messages=_messages(fields.raw("messages"), media),
         template_args={**_template_args(fields), **shown},
         tools=tools,
         num_choices=fields.integer("n", 1, minimum=1, maximum=_MAX_CHOICES),
@@ -101,22 +105,34 @@ def _max_tokens(fields: Fields) -> int | None:
     return older if newer is None else newer
 
 
-def _messages(value: Any) -> tuple[dict[str, Any], ...]:
+def _messages(value: Any, media: MediaSettings | None) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", value, "must be a list of at least one message")
     try:
         messages = read_messages({"messages": value}, "messages", "", "request")
     except DataError as error:
         raise ApiError(str(error).removeprefix("request: "), param="messages") from error
-    return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(messages))
+    loaded: Sequence[Mapping[str, Any]] = messages
+    if media is not None and has_media(messages):
+        try:
+            loaded = load_message_media(messages, "messages", settings=media, may_read_files=False)
+        except DataError as error:
+            raise ApiError(str(error), param="messages", code="bad_media") from error
+    return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(loaded))
 
 
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     content = message["content"]
-    for place, part in enumerate(content if isinstance(content, list) else ()):
-        if part["type"] != "text":
-            raise wrong(f"{name}.content[{place}].type", part["type"], "an episode accepts only text; send text parts")
-    made = {"role": message["role"], "content": checked_text(text_of(content), f"{name}.content")}
+    parts = content if isinstance(content, list) else []
+    for place, part in enumerate(parts):
+        if part["type"] != "text" and not digest_of(part):
+            raise wrong(
+                f"{name}.content[{place}].type",
+                part["type"],
+                "the model of this episode takes no such parts; send text",
+            )
+    text = checked_text(text_of(content), f"{name}.content")
+    made = {"role": message["role"], "content": parts if any(map(digest_of, parts)) else text}
     made |= {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if key in message}
     return for_template(made, name)
 

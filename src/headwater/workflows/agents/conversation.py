@@ -15,6 +15,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headwater.data.message_media import digest_of, has_media
+
 Message = Mapping[str, Any]
 
 
@@ -42,11 +44,18 @@ def text_of(content: Any) -> str:
 
 
 def _meaning(message: Message) -> list[Any]:
-    role, text = message.get("role"), text_of(message.get("content"))
+    role, text = message.get("role"), _shown(message.get("content"))
     if role == "assistant":
         text = text.strip()  # many clients strip replies before they send them back
     # Ids of calls are left out: some clients make up their own.
     return [role, text, [_call(each) for each in message.get("tool_calls") or ()]]
+
+
+def _shown(content: Any) -> str:
+    """The text of a content, with the digests of its images and videos in their places."""
+    if isinstance(content, (list, tuple)) and has_media([{"content": content}]):
+        return "".join(f"\0{found}\0" if (found := digest_of(part)) else text_of([part]) for part in content)
+    return text_of(content)
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:

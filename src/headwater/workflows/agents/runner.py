@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from headwater.core.records import Prompt
+from headwater.data.message_media import with_data_urls
 from headwater.workflows.agents.conversation import text_of
 from headwater.workflows.agents.fork_server import plain
 
@@ -71,7 +72,7 @@ class Invitation:
             **prompt.columns,
             "uid": prompt.uid,
             "data_source": prompt.data_source,
-            "messages": [dict(each) for each in prompt.messages],
+            "messages": [dict(each) for each in with_data_urls(prompt.messages, prompt.media)],
             "prompt": self._question(),
             "ground_truth": prompt.ground_truth,
             "extra_info": dict(prompt.extra_info),

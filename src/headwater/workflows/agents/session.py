@@ -17,12 +17,14 @@ from headwater.chat.parsers import ToolCallParser
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
 from headwater.core.protocols import delta_listener
 from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
+from headwater.data.media import MediaSettings
 from headwater.serving.errors import ApiError
 from headwater.serving.openai.chat import ChatReply
 from headwater.serving.openai.plan import CallPlan, CallReading
 from headwater.serving.output import PieceMaker, whole
 from headwater.serving.prompt import MAX_CHARACTERS_PER_TOKEN
 from headwater.workflows.agents.calls import ChatCall
+from headwater.workflows.agents.conversation import text_of
 from headwater.workflows.agents.transcript import Draft, NoRoom, Transcript
 from headwater.workflows.episode import Episode
 
@@ -76,6 +78,12 @@ class Session:
     @property
     def sampling(self) -> SamplingParams:
         return self._episode.context.sampling
+
+    @property
+    def media(self) -> MediaSettings | None:
+        """How images and videos of calls are read; None if the model takes only text."""
+        context = self._episode.context
+        return None if context.processor is None else context.media_settings
 
     @contextmanager
     def counting(self, *, is_answer: bool = True) -> Iterator[None]:
@@ -220,7 +228,7 @@ class Session:
         """Refuse messages that are certainly too long before they are tokenised, which all episodes would wait for."""
         context, prompt = self._episode.context, self._episode.prompt
         num_tokens = max(context.max_prompt_tokens, len(prompt.tokens)) + context.sampling.max_new_tokens
-        num_characters = sum(len(message["content"]) for message in call.messages)
+        num_characters = sum(len(text_of(message["content"])) for message in call.messages)
         if num_characters > MAX_CHARACTERS_PER_TOKEN * num_tokens:
             raise NoRoom(
                 f"the messages have {num_characters} characters, and an episode {num_tokens} tokens; shorten them"

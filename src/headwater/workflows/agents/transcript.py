@@ -105,7 +105,7 @@ class Transcript:
     _labels: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        key = self._start_key(prefix_keys(self.root.prompt.messages, {}))
+        key = self._start_key(prefix_keys(self.root.messages, {}))
         self._nodes[key] = [TurnPoint(0, self.root)]
 
     def open(self, messages: Sequence[Message], template_args: Mapping[str, Any]) -> Draft:

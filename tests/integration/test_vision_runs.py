@@ -1,0 +1,104 @@
+"""Runs of a vision model: pictures in prompts and from tools, killed, resumed and replayed to the last bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+
+import pyarrow.parquet as pq
+import pytest
+from command import CUT_DOWN, ROOT, after_step, headwater, send, train_here
+from picture_tools import TOOLS, VISION
+from test_kill import KINDS, killed_and_resumed
+
+from headwater.cli.main import main
+from headwater.core.media import MediaContent
+from headwater.observe.media_store import MediaStore, placed_from_json
+from headwater.observe.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("vision")]
+ASYNC = ["rollout.max_staleness=2", "rollout.max_concurrent_groups=8"]
+
+
+def rows_of(run: RunDirectory, step: int) -> list[dict]:
+    return pq.read_table(run.path / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+
+
+def check_row(run: RunDirectory, row: dict) -> int:
+    """The row is consistent: its pictures are stored and masked, and both sides agree about the log-probs."""
+    store, media = MediaStore(run.media), json.loads(row["media"])
+    places = []
+    for record in media:
+        content = store.read(record)
+        assert isinstance(content, MediaContent)
+        item = placed_from_json(record, content)
+        assert item.end <= len(row["tokens"])
+        places += item.places().tolist()
+    assert len(set(places)) == len(places)
+    assert not any(row["loss_mask"][place] or row["versions"][place] != -1 for place in places)
+    parts = [part for message in json.loads(row["messages"]) for part in message["content"] if isinstance(part, dict)]
+    assert [part["digest"] for part in parts if part["type"] == "image"] == [record["digest"] for record in media]
+    if {version for version in row["versions"] if version >= 0} == {row["step"] - 1}:  # the learner's own version
+        assert row["logprob_gap"] < 1e-4
+    return len(media)
+
+
+def test_tools_show_pictures_in_a_run_that_can_be_replayed(tmp_path):
+    run = RunDirectory(tmp_path / "tools")
+    settings = [*CUT_DOWN, *TOOLS, *ASYNC, "engine.deterministic=true", "trainer.total_steps=3"]
+    train_here(*VISION, *settings, f"run.root={tmp_path}", "run.name=tools")
+    rows = [row for step in (1, 2, 3) for row in rows_of(run, step)]
+    counts = [check_row(run, row) for row in rows]
+    assert min(counts) == 1, "the picture of the prompt"
+    assert max(counts) > 2, "pictures of tools"
+    assert any(row["num_turns"] > 1 and row["logprob_gap"] < 1e-4 for row in rows)
+    names = [path.name for path in run.media.iterdir()]
+    assert names
+    assert not [name for name in names if name.startswith(".")]
+    with contextlib.chdir(ROOT):
+        assert main(["replay", str(run.path)]) == 0
+
+
+def test_a_run_with_pictures_from_tools_is_killed_and_ends_bitwise_equal(tmp_path):
+    assert killed_and_resumed("pictures", tmp_path, num_kills=3, seed=3) == 3
+
+
+def test_pictures_ahead_of_training_are_in_the_checkpoint(tmp_path):
+    """They are enough to resume, without the store of the run."""
+    run = RunDirectory(tmp_path / "ahead")
+    settings = [*KINDS["pictures"], f"run.root={tmp_path}", "run.name=ahead"]
+    with contextlib.chdir(ROOT), after_step(2, lambda: send(signal.SIGINT)):
+        main(["train", *settings])
+    (last,) = (run.checkpoint(step) for step in run.checkpoint_steps()[-1:])
+    stored = {path.name for path in (last / "media").iterdir()}
+    finished = json.loads((last / "rollouts.json").read_text())["finished"]
+    wanted = {
+        name
+        for each in finished
+        for trajectory in each["trajectories"]
+        for record in trajectory["media"]
+        for name in record["files"]
+    }
+    assert wanted
+    assert stored == wanted
+    assert json.loads((last / "manifest.json").read_text()), "the pictures are sealed with the rest"
+    (last / "media" / min(stored)).write_bytes(b"changed")
+    result = headwater("train", "--resume", run.path)
+    assert result.code == 2
+    assert "damaged checkpoint" in result.stderr
+
+
+def test_evaluation_and_export_of_a_run_with_pictures(tmp_path):
+    train_here(*VISION, *CUT_DOWN, f"run.root={tmp_path}", "run.name=pictures")
+    run = tmp_path / "pictures"
+    result = headwater("eval", run, "--out", tmp_path / "out", "eval.num_prompts=4")
+    assert result.code == 0, result.stderr
+    (row, *_) = pq.read_table(tmp_path / "out" / "responses.parquet").to_pylist()
+    (record,) = json.loads(row["media"])
+    assert MediaStore(tmp_path / "out" / "media").read(record).digest == record["digest"]
+    result = headwater("export", run, tmp_path / "model")
+    assert result.code == 0, result.stderr
+    assert (tmp_path / "model" / "preprocessor_config.json").is_file()
+    result = headwater("eval", tmp_path / "model", "--data", "shapes", "eval.num_prompts=4", "data.num_eval_rows=10")
+    assert result.code == 0, result.stderr
