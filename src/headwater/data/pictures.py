@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -150,7 +151,14 @@ def _upright(image: Image) -> Image:
 
     try:
         is_upright = image.getexif().get(_ORIENTATION_TAG, _UPRIGHT) == _UPRIGHT
-    except Exception:  # damaged metadata tell nothing about the orientation of pixels that can be read
+    except (
+        SyntaxError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OSError,
+        struct.error,
+    ):  # damaged metadata tell nothing about the orientation of pixels that can be read
         return image
     return image if is_upright else ImageOps.exif_transpose(image)
 

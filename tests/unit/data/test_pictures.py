@@ -36,7 +36,9 @@ def half_red(size=(40, 20), mode="RGB"):
 def png_header(width, height):
     """A PNG file that announces a size and has no pixels."""
     chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IEND", b"")]
-    parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
+    parts = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
@@ -89,12 +91,13 @@ def test_damaged_metadata_do_not_matter():
 def test_sizes_within_limits(width, height, low, more):
     limits = PictureLimits(low, low + more + 1)
     new_width, new_height = fitted_size((width, height), limits)
-    assert new_width >= 1 and new_height >= 1
+    assert min(new_width, new_height) >= 1
     if low <= width * height <= limits.max_pixels:
         assert (new_width, new_height) == (width, height)
     elif width * height > limits.max_pixels:
         assert new_width * new_height <= limits.max_pixels
-        assert new_width <= width and new_height <= height
+        assert new_width <= width
+        assert new_height <= height
     else:
         assert new_width * new_height >= low
 
@@ -109,20 +112,37 @@ def test_resizing():
 def test_bombs_are_refused_before_they_are_decoded():
     side = int(MAX_SOURCE_PIXELS**0.5)
     for size in ((side + 1, side + 1), (10**5, 10**5), (2**31 - 1, 2)):
-        with pytest.raises(DataError, match=r"row 3: images\[0\]: .*larger than 89478485 pixels, so it is not decoded; ma"):
+        with pytest.raises(
+            DataError, match=r"row 3: images\[0\]: .*larger than 89478485 pixels, so it is not decoded; ma"
+        ):
             encode_picture(png_header(*size), "row 3: images[0]", LIMITS)
 
 
 def test_what_cannot_be_converted_exactly_is_refused_by_name():
-    for mode, file_format in (("CMYK", "JPEG"), ("CMYK", "TIFF"), ("I;16", "PNG"), ("I", "TIFF"), ("F", "TIFF"), ("LAB", "TIFF")):
+    for mode, file_format in (
+        ("CMYK", "JPEG"),
+        ("CMYK", "TIFF"),
+        ("I;16", "PNG"),
+        ("I", "TIFF"),
+        ("F", "TIFF"),
+        ("LAB", "TIFF"),
+    ):
         data = encoded(Image.new(mode, (9, 9)), file_format)
-        with pytest.raises(DataError, match=f"here: pictures of mode {mode}.* cannot be converted exactly; save it in RGB"):
+        with pytest.raises(
+            DataError, match=f"here: pictures of mode {mode}.* cannot be converted exactly; save it in RGB"
+        ):
             encode_picture(data, "here", LIMITS)
 
 
 def test_unreadable_files():
     whole = {name: encoded(half_red((64, 64)), name) for name in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP")}
-    for data in (b"", b"text", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", png_header(9, 9), png_header(0, 9)):
+    for data in (
+        b"",
+        b"text",
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+        png_header(9, 9),
+        png_header(0, 9),
+    ):
         with pytest.raises(DataError, match="here: .*remove"):
             encode_picture(data, "here", LIMITS)
     for data in whole.values():
@@ -166,5 +186,7 @@ def test_a_server_reads_no_files(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(encoded(half_red(), "PNG"))
     for value in (str(path), path.as_uri(), {"path": str(path)}):
-        with pytest.raises(DataError, match="here: .*a.png' is not read from the disk of this machine; send a data URL"):
+        with pytest.raises(
+            DataError, match="here: .*a.png' is not read from the disk of this machine; send a data URL"
+        ):
             load_image(value, "here", None, MediaSettings(allow_files=False))

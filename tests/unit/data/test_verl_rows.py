@@ -77,14 +77,18 @@ def test_remote_media_are_read_only_if_allowed(tokenizer, processor, tmp_path, m
     elsewhere = fsspec.filesystem("memory")
     elsewhere.pipe("/pictures/a [1].png", png("blue"))
     rows = [{"prompt": "<image>", "images": ["memory://pictures/a [1].png"]}]
-    with pytest.raises(DataError, match=r"row 0: images\[0\]: .*not read over the network; .*data.allow_remote_media=true"):
+    with pytest.raises(
+        DataError, match=r"row 0: images\[0\]: .*not read over the network; .*data.allow_remote_media=true"
+    ):
         build(rows, tokenizer, processor)
     assert colors(build(rows, tokenizer, processor, allow_remote_media=True)[0]) == ["blue"]
     assert [path.name for path in (tmp_path / "media").glob("*/*.png")] == ["a [1].png"]
     elsewhere.rm_file("/pictures/a [1].png")
     assert colors(build(rows, tokenizer, processor, allow_remote_media=True)[0]) == ["blue"]
     rows = [{"prompt": "<image>", "images": ["memory://pictures/absent.png"]}]
-    with pytest.raises(DataError, match=r"row 0: images\[0\]: data source 'memory://pictures/absent.png': no such file"):
+    with pytest.raises(
+        DataError, match=r"row 0: images\[0\]: data source 'memory://pictures/absent.png': no such file"
+    ):
         build(rows, tokenizer, processor, allow_remote_media=True)
 
 

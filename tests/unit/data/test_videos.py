@@ -67,7 +67,8 @@ def test_evenly(num_all, max_frames):
     kept = evenly(num_all, max_frames)
     assert len(kept) == min(num_all, max_frames)
     assert kept == sorted(set(kept))
-    assert kept[0] == 0 and kept[-1] < num_all
+    assert kept[0] == 0
+    assert kept[-1] < num_all
 
 
 def test_the_frame_that_is_shown_at_a_time():
@@ -82,7 +83,10 @@ def test_animations_are_sampled_by_time():
     for file_format in ("GIF", "WEBP", "PNG"):
         data = animation(["red", "lime", "blue"], [1000, 500, 500], file_format)
         images, rate = decode_video(data, "here", FrameRate(2.0))
-        assert [image.convert("RGB").getpixel((0, 0)) for image in images] == [(255, 0, 0)] * 2 + [(0, 255, 0), (0, 0, 255)]
+        assert [image.convert("RGB").getpixel((0, 0)) for image in images] == [(255, 0, 0)] * 2 + [
+            (0, 255, 0),
+            (0, 0, 255),
+        ]
         assert rate == pytest.approx(2.0)
         images, rate = decode_video(data, "here", FrameRate(2.0, max_frames=2))
         assert [image.convert("RGB").getpixel((0, 0)) for image in images] == [(255, 0, 0), (0, 255, 0)]
@@ -93,7 +97,9 @@ def test_files_need_a_decoder(tmp_path, monkeypatch):
     path = tmp_path / "a.mp4"
     path.write_bytes(b"\x00\x00\x00\x18ftypmp42" + bytes(100))
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataError, match="here: reading a video from a file needs PyAV; pip install av, or give .* frames"):
+    with pytest.raises(
+        DataError, match="here: reading a video from a file needs PyAV; pip install av, or give .* frames"
+    ):
         load_video(str(path), "here", None)
 
 
