@@ -233,7 +233,7 @@ def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
         )
     if not capabilities.videos and any(item.content.kind == "video" for item in request.media):
         raise RequestError(
-            f"request {request.request_id}: has a video, and this engine takes only images; use rollout.backend=embedded"
+            f"request {request.request_id}: has a video, and this engine takes only images; use the backend embedded"
         )
     missing = [name for name in request.sampling.features if name not in capabilities.features]
     if missing:

@@ -129,8 +129,8 @@ def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> 
     if not can.videos and any(item.content.kind == "video" for item in prompt.media) and not is_path(workflow):
         raise ConfigError(
             [
-                f"{key}: row {prompt.uid} has a video, and rollout.backend = {config.rollout.backend} takes only images; "
-                "use rollout.backend=embedded, or give the frames as images"
+                f"{key}: row {prompt.uid} has a video, and rollout.backend = {config.rollout.backend} takes only "
+                "images; use rollout.backend=embedded, or give the frames as images"
             ]
         )
 
