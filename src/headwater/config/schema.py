@@ -95,14 +95,14 @@ class DataConfig:
     min_image_pixels: Annotated[int, AtLeast(0, "use 0 to enlarge no image")] = 0
     """Enlarge images and frames of videos with fewer pixels; 0 enlarges none. The model's processor has limits too."""
     max_image_pixels: Annotated[int, AtLeast(1)] = 1048576
-    """Shrink images and frames of videos with more pixels; their proportions are kept. Fewer pixels are fewer tokens."""
+    """Shrink images and frames of videos with more pixels, in proportion. Fewer pixels are fewer tokens."""
     video_frames_per_s: Annotated[float, MoreThan(0)] = 2.0
     """Frames taken from each second of a video file. Frames that a row lists are used as they are, at this rate if the
     row states none."""
     max_video_frames: Annotated[int, AtLeast(1)] = 64
     """Most frames of a video; a longer one loses frames at equal distances."""
     allow_remote_media: bool = False
-    """Read images and videos of https://, s3:// and other URLs, and keep copies in the cache; false refuses such rows."""
+    """Read images and videos of https://, s3:// and other URLs, and keep copies in the cache; false refuses them."""
     system_prompt: str = ""
     """System message for chats that have none; empty adds none."""
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)

@@ -64,9 +64,7 @@ def _measure_here(chunks: Chunks, builder: PromptBuilder, _: int) -> Generator[M
         yield _first_error(_measure_rows(builder, rows), read_error)
 
 
-def _measure_in_workers(
-    chunks: Chunks, builder: PromptBuilder, num_workers: int
-) -> Generator[Measured, None, None]:
+def _measure_in_workers(chunks: Chunks, builder: PromptBuilder, num_workers: int) -> Generator[Measured, None, None]:
     """This process reads the rows and sends them to the workers: every kind of source works and memory is bounded."""
     pool = ProcessPoolExecutor(
         num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(_pickled(builder),)

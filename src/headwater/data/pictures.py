@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -123,8 +124,10 @@ def fitted_size(size: tuple[int, int], limits: PictureLimits) -> tuple[int, int]
     if num_pixels > limits.max_pixels:
         scale = math.sqrt(limits.max_pixels / num_pixels)
         width, height = max(1, math.floor(width * scale)), max(1, math.floor(height * scale))
-        # A very narrow picture cannot become narrower than one pixel.
-        return min(width, limits.max_pixels // height), min(height, limits.max_pixels // width)
+        # A very narrow picture cannot become narrower than one pixel, so it becomes shorter.
+        if width <= height:
+            return width, min(height, limits.max_pixels // width)
+        return min(width, limits.max_pixels // height), height
     if num_pixels < limits.min_pixels:
         scale = math.sqrt(limits.min_pixels / num_pixels)
         return math.ceil(width * scale), math.ceil(height * scale)
@@ -148,7 +151,14 @@ def _upright(image: Image) -> Image:
 
     try:
         is_upright = image.getexif().get(_ORIENTATION_TAG, _UPRIGHT) == _UPRIGHT
-    except Exception:  # damaged metadata tell nothing about the orientation of pixels that can be read
+    except (
+        SyntaxError,
+        ValueError,
+        KeyError,
+        TypeError,
+        OSError,
+        struct.error,
+    ):  # damaged metadata tell nothing about the orientation of pixels that can be read
         return image
     return image if is_upright else ImageOps.exif_transpose(image)
 

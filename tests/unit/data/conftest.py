@@ -51,13 +51,12 @@ def tokenizer_without_template() -> Any:
 @pytest.fixture(scope="session")
 def processor(tokenizer: Any) -> Any:
     """Qwen2.5-VL's image processor: a token for every 28x28 pixels, from 1 to 16 of them."""
-    from headwater.models.builtin.tiny import build_config, find_preset
-    from headwater.models.builtin.tiny_vision import build_image_processor
-    from headwater.models.vision.families import vision_family
+    from headwater.models.load import load_processor
     from headwater.models.vision.processor import VisionProcessor
 
-    config = build_config(find_preset("tiny:qwen2_5_vl"))
-    return VisionProcessor(tokenizer, vision_family(config, build_image_processor("qwen2_5_vl")))
+    tiny = load_processor("tiny:qwen2_5_vl")
+    assert tiny is not None
+    return VisionProcessor(tokenizer, tiny.family)
 
 
 @pytest.fixture

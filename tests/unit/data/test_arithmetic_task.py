@@ -130,4 +130,5 @@ def test_registered_under_its_file_name():
         "humaneval",
         "largest_digit",
         "reasoning_gym",
+        "shapes",
     ]

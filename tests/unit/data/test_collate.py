@@ -27,7 +27,12 @@ def test_padded_on_the_left():
 def test_every_other_field_is_an_object_column():
     prompts = [
         prompt("a", (1,), ground_truth=[1, 2], extra_info={"index": 0}, tools_kwargs={"t": {}}),
-        prompt("b", (1,), ground_truth=[3, 4], media=(PlacedMedia(MediaContent.of("image", [b"picture"]), (MediaBlock(0, 1),)),)),
+        prompt(
+            "b",
+            (1,),
+            ground_truth=[3, 4],
+            media=(PlacedMedia(MediaContent.of("image", [b"picture"]), (MediaBlock(0, 1),)),),
+        ),
     ]
     columns = collate(prompts, pad_token_id=0).non_tensor_batch
     assert set(columns) == {

@@ -75,7 +75,9 @@ def test_every_way_to_give_an_image(tokenizer, processor, tmp_path):
     ]
     dataset = build([{"prompt": "<image>", "images": [way]} for way in ways], tokenizer, processor)
     assert [colors(prompt) for prompt in dataset] == [["blue"]] * len(ways)
-    assert [prompt.media[0].content.images()[0].size for prompt in dataset] == [(56, 28)] * 6 + [(28, 14)] + [(56, 28)] * 3
+    assert [prompt.media[0].content.images()[0].size for prompt in dataset] == [(56, 28)] * 6 + [(28, 14)] + [
+        (56, 28)
+    ] * 3
     files = [prompt.media[0].content for prompt in dataset][:6]
     assert {content.frames for content in files} == {(png("blue"),)}
     assert len({content.digest for content in files}) == 1
@@ -113,14 +115,16 @@ def test_image_tokens_count_towards_the_limit(tokenizer, processor):
 def test_workers_count_image_tokens_too(tokenizer, processor, monkeypatch, tmp_path, write_jsonl):
     monkeypatch.setattr(measure, "TEXT_ROWS_PER_IMAGE", 32)
     (tmp_path / "a.png").write_bytes(png("red", (112, 112)))
-    path = write_jsonl([{"prompt": "<image>" * (1 + row % 3), "images": ["a.png"] * (1 + row % 3)} for row in range(12)])
+    path = write_jsonl(
+        [{"prompt": "<image>" * (1 + row % 3), "images": ["a.png"] * (1 + row % 3)} for row in range(12)]
+    )
     alone, together = (
         build(path, tokenizer, processor, max_prompt_tokens=60, num_filter_workers=workers) for workers in (1, 2)
     )
     assert alone.num_filtered == together.num_filtered == 4
     assert list(alone) == list(together)
+    (tmp_path / "a.png").write_bytes(b"damaged")
     with pytest.raises(DataError, match=r"line 1: images\[0\]: .*not a readable image"):
-        (tmp_path / "a.png").write_bytes(b"damaged")
         build(path, tokenizer, processor, num_filter_workers=2)
 
 
@@ -154,10 +158,16 @@ def test_bad_rows(tokenizer, processor):
         ({"prompt": "<image>", "images": [b"not an image"]}, r"images\[0\]: not a readable image"),
         ({"prompt": "<image>", "images": [png("red")[:60]]}, r"images\[0\]: not a readable image"),
         ({"prompt": "<image>", "images": [3]}, r"images\[0\]: a int is not an image; give a path"),
-        ({"prompt": "<image>", "images": [np.zeros((2, 2))]}, r"images\[0\]: an array of float64 with the shape \(2, 2"),
+        (
+            {"prompt": "<image>", "images": [np.zeros((2, 2))]},
+            r"images\[0\]: an array of float64 with the shape \(2, 2",
+        ),
         ({"prompt": "<image>", "images": [{"bytes": None}]}, r"images\[0\]: a NoneType is not an image"),
         ({"prompt": "<image>", "images": [{"image": b"", "max_pixels": 0}]}, r"images\[0\]: max_pixels = 0; must be"),
-        ({"prompt": "<image>", "images": [{"image": b"", "resized_width": 9}]}, r"images\[0\]: resized_width is not su"),
+        (
+            {"prompt": "<image>", "images": [{"image": b"", "resized_width": 9}]},
+            r"images\[0\]: resized_width is not su",
+        ),
         ({"prompt": "<video>", "videos": ["absent.mp4"]}, r"videos\[0\]: no such file: absent.mp4"),
         ({"prompt": "<video>", "videos": [[3]]}, r"videos\[0\] frame 0: a int is not an image"),
         ({"prompt": "<video>", "videos": [[]]}, r"videos\[0\]: the video has no frames"),
@@ -175,7 +185,9 @@ def test_images_without_a_processor(tokenizer):
 
 def test_the_models_own_placeholder_in_a_text(tokenizer, processor):
     rows = [{"prompt": "What is <|image_pad|><image>?", "images": [picture("red")]}]
-    with pytest.raises(DataError, match="row 0: the processor refuses the row .*2 placeholders <.image_pad.> for 1 im"):
+    with pytest.raises(
+        DataError, match=r"row 0: the processor refuses the row .*2 placeholders <.image_pad.> for 1 im"
+    ):
         build(rows, tokenizer, processor)
 
 

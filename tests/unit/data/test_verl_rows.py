@@ -6,6 +6,7 @@ import base64
 import dataclasses
 
 import datasets
+import fsspec
 import pytest
 from test_multimodal_rows import build, colors, picture, png
 
@@ -14,6 +15,7 @@ from headwater.config.schema import Config, DataConfig
 from headwater.core.errors import DataError
 from headwater.core.records import ModelResponse
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.rewards.scorers import SCORERS, scorer_of
 
 
 def data_url(color):
@@ -70,6 +72,26 @@ def test_what_is_not_supported_is_refused_with_its_place(tokenizer, processor):
         build([{"prompt": chat({"type": "image_url", "image_url": data_url("red")})}], tokenizer, None)
 
 
+def test_remote_media_are_read_only_if_allowed(tokenizer, processor, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWATER_CACHE", str(tmp_path))
+    elsewhere = fsspec.filesystem("memory")
+    elsewhere.pipe("/pictures/a [1].png", png("blue"))
+    rows = [{"prompt": "<image>", "images": ["memory://pictures/a [1].png"]}]
+    with pytest.raises(
+        DataError, match=r"row 0: images\[0\]: .*not read over the network; .*data.allow_remote_media=true"
+    ):
+        build(rows, tokenizer, processor)
+    assert colors(build(rows, tokenizer, processor, allow_remote_media=True)[0]) == ["blue"]
+    assert [path.name for path in (tmp_path / "media").glob("*/*.png")] == ["a [1].png"]
+    elsewhere.rm_file("/pictures/a [1].png")
+    assert colors(build(rows, tokenizer, processor, allow_remote_media=True)[0]) == ["blue"]
+    rows = [{"prompt": "<image>", "images": ["memory://pictures/absent.png"]}]
+    with pytest.raises(
+        DataError, match=r"row 0: images\[0\]: data source 'memory://pictures/absent.png': no such file"
+    ):
+        build(rows, tokenizer, processor, allow_remote_media=True)
+
+
 def test_saved_datasets(tokenizer, tmp_path, monkeypatch):
     rows = datasets.Dataset.from_list([{"prompt": "One?", "source": "digits"}, {"prompt": "Two?", "source": None}])
     rows.save_to_disk(str(tmp_path / "one"))
@@ -108,3 +130,58 @@ def test_a_limit_on_rows(tokenizer):
 def test_lengths_of_a_response():
     response = ModelResponse((1, 2, 3), (4,), (-0.5,), (0,), "stop")
     assert (response.input_len, response.output_len) == (3, 1)
+
+
+GEOMETRY = {"problem": "<image>Find x.", "answer": "3", "images": [{"bytes": png("red"), "path": None}]}
+GEOMETRY_FEATURES = {"problem": datasets.Value("string"), "answer": datasets.Value("string")}
+
+
+def check_geometry(prompt):
+    assert colors(prompt) == ["red"]
+    assert (prompt.data_source, prompt.ground_truth) == ("hiyouga/geometry3k", "3")
+    reply = "<think>x is as long as its neighbour.</think> \\boxed{3}"
+    score = SCORERS.resolve(scorer_of(prompt.data_source))
+    assert score(prompt.data_source, reply, prompt.ground_truth, prompt.extra_info)["score"] == 1.0
+    assert score(prompt.data_source, "\\boxed{4}", prompt.ground_truth, prompt.extra_info)["score"] == 0.0
+
+
+def test_geometry3k_in_verls_layout(tokenizer, processor, tmp_path):
+    """What verl's script writes: rows mapped in ``datasets`` and written with ``to_parquet``."""
+    rows = datasets.Dataset.from_list([GEOMETRY] * 2).cast(
+        datasets.Features({**GEOMETRY_FEATURES, "images": datasets.List(datasets.Image())})
+    )
+
+    def to_verl(row, index):
+        return {
+            "data_source": "hiyouga/geometry3k",
+            "prompt": [{"role": "user", "content": f"{row['problem']} Think first, then answer in \\boxed{{}}."}],
+            "images": row["images"],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": row["answer"]},
+            "extra_info": {"split": "train", "index": index, "answer": row["answer"], "question": row["problem"]},
+        }
+
+    path = tmp_path / "train.parquet"
+    rows.map(to_verl, with_indices=True, remove_columns=["problem", "answer"]).to_parquet(path)
+    dataset = build(str(path), tokenizer, processor)
+    assert len(dataset) == 2
+    check_geometry(dataset[1])
+    assert dataset[1].extra_info["index"] == 1
+    assert dataset[1].media[0].content.frames == (png("red"),)
+
+
+def test_geometry3k_as_the_hub_has_it(tokenizer, processor, tmp_path):
+    rows = datasets.Dataset.from_list(
+        [GEOMETRY], features=datasets.Features({**GEOMETRY_FEATURES, "images": datasets.List(datasets.Image())})
+    )
+    rows.save_to_disk(str(tmp_path / "geometry3k"))
+    source = {
+        "source": str(tmp_path / "geometry3k"),
+        "columns": {"prompt": "problem", "ground_truth": "answer"},
+        "data_source": "hiyouga/geometry3k",
+        "system_prompt": "Think first, then answer in \\boxed{}.",
+    }
+    config = DataConfig(train=("geometry",), sources={"geometry": source})
+    prompt = RLHFDataset(["geometry"], config, tokenizer, processor=processor)[0]
+    check_geometry(prompt)
+    assert prompt.messages[0]["role"] == "system"

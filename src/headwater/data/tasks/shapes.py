@@ -34,7 +34,7 @@ COLORS = ("red", "green", "blue", "yellow")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
 """The cells, in the order of their numbers."""
 QUESTIONS = ("count", "color", "position")
-DEMONSTRATIONS = ("right", "any_answer")
+DEMONSTRATIONS = ("right", "half_right", "any_answer")
 
 _RGB = {"red": (220, 30, 30), "green": (30, 170, 50), "blue": (40, 70, 220), "yellow": (240, 200, 20)}
 _BACKGROUND = (255, 255, 255)
@@ -65,7 +65,8 @@ def shapes(
     """``num_rows`` pictures, each with one of the ``questions``.
 
     With ``blank``, all pictures are empty: what a model learns from them, it learns without looking. With
-    ``demonstrations="any_answer"`` the warm start shows only the form of an answer, a random one.
+    ``demonstrations="any_answer"`` the warm start shows only the form of an answer, a random one; with ``half_right``
+    every second answer is right, and the others are random.
     """
     kinds = _checked_questions(questions)
     whole_number(NAME, "max_shapes", max_shapes, 2 if "count" in kinds else 1)
@@ -86,13 +87,15 @@ def shapes(
         while split_of(NAME, str(problem.cells)) != split:
             problem = _draw(kind, answer, max_shapes, generator)
         shown = (None,) * len(PLACES) if blank else problem.cells
+        guess = str(generator.choice(answers))
+        is_right = demonstrations == "right" or (demonstrations == "half_right" and index % 2 == 0)
         row = make_row(
             f"<image>{problem.question}",
             data_source=NAME,
             ground_truth=problem.answer,
             split=split,
             index=index,
-            demonstration=problem.answer if demonstrations == "right" else str(generator.choice(answers)),
+            demonstration=answer if is_right else guess,
             question=kind,
         )
         rows.append({**row, "images": [{"bytes": draw_picture(shown, cell_pixels, generator)}]})
