@@ -60,7 +60,9 @@ class InProcessServer:
 class InProcessLink:
     """The calls to vLLM's ``AsyncLLM``."""
 
-    def __init__(self, engine: Any, version: str) -> None:
+    def __init__(self, engine: Any, version: str, *, reads_images: bool = False) -> None:
+        """``reads_images`` is whether the model does."""
+        self._reads_images = reads_images
         self._engine = engine
         self._version = version
         self._dialect = dialect_of(version)
@@ -95,7 +97,7 @@ class InProcessLink:
                 **settings,
             )
         )
-        return cls(engine, vllm.__version__)
+        return cls(engine, vllm.__version__, reads_images=reads_images(folder))
 
     async def describe(self) -> ServerInfo:
         config = self._engine.vllm_config
@@ -162,6 +164,9 @@ class InProcessLink:
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
         with _engine_errors(f"loads {folder}"):
             await self._engine.collective_rpc("headwater_reload", kwargs={"folder": folder})
+            if self._reads_images:
+                # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
+                await self._engine.reset_encoder_cache()
         await self.set_label(label)
 
     async def set_label(self, label: str) -> bool:
