@@ -82,10 +82,10 @@ def check_updates(engine: VllmEngine) -> None:
         request("both", picture("red"), picture("blue", (112, 56))),
         request("none"),
     ]
-    for version in (0, 1):
+    for version, mode in enumerate((None, "in_flight", "interrupt", "drain")):
         if version:
             model = load_model(MODEL, dtype="float32", device="cpu", seed=version)
-            engine.update_weights(WeightUpdate.of(version, model.named_parameters())).result(LIMIT_S)
+            engine.update_weights(WeightUpdate.of(version, model.named_parameters()), mode).result(LIMIT_S)
         for asked, response in zip(requests, asyncio.run(ask(engine, *requests)), strict=True):
             assert set(response.output_versions) == {version}
             assert_logprobs(asked, response, seed=version)
