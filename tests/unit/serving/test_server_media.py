@@ -9,7 +9,7 @@ import json
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -177,11 +177,11 @@ def served(engine: Engine, **options: Any) -> Iterator[tuple[str, web.Applicatio
             loop.call_soon_threadsafe(loop.stop)
 
 
-def context(address: str, backend: str) -> BackendContext:
+def context(address: str, backend: str, **more: Any) -> BackendContext:
     settings = [f"rollout.backend={backend}", f"rollout.servers=[{address}]", f"model.path={MODEL}",
                 "data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]  # fmt: skip
     config = with_dtype(load_config("quickstart", settings).config)
-    return BackendContext(config, MODEL, load_tokenizer(MODEL), Spans(), owns_weights=False)
+    return BackendContext(config, MODEL, load_tokenizer(MODEL), Spans(), owns_weights=False, **more)
 
 
 async def answers(engine: Any, *requests: ModelRequest) -> list[tuple[int, ...]]:
@@ -206,6 +206,35 @@ def test_a_client_sends_each_image_once_and_again_if_the_server_has_forgotten_it
             huge = MediaContent("image", (bytes(70 << 20),), "0" * 64)
             with pytest.raises(RequestError, match=r"70\.0 MiB, and the server takes messages of 64\.0 MiB"):
                 client.check(replace(asked[0], media=(replace(asked[0].media[0], content=huge),)))
+        finally:
+            router.close()
+
+
+def test_requests_of_a_lost_server_continue_on_another_one_with_their_images(engine: Engine) -> None:
+    asked = [request(RED, name="a"), request(BLUE, name="b"), request(RED, BLUE, name="c"), request(RED, name="d")]
+    expected = run(answers(engine, *asked))
+
+    async def scenario(router: RouterEngine, lose: Any) -> list[tuple[int, ...]]:
+        await asyncio.to_thread(engine.pause)
+        waiting = asyncio.create_task(answers(router, *asked))
+        async with asyncio.timeout(LIMIT_S):
+            while engine.status().num_waiting + engine.status().num_running < len(asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(lose)
+            await asyncio.to_thread(engine.resume)
+            return await waiting
+
+    with ExitStack() as first, served(engine) as (address, app):
+        lost, _ = first.enter_context(served(engine))
+        members = [
+            RoutedServer(name, NativeEngine.connect(each, context(each, "native", is_one_of_many=True)))
+            for name, each in (("lost", lost), ("stays", address))
+        ]
+        router = RouterEngine(members)
+        try:
+            assert run(scenario(router, first.close)) == expected
+            assert app[STATE].media.get(RED.digest) is not None
+            assert router.status().metrics["router_num_requests_moved"] >= 1
         finally:
             router.close()
 
