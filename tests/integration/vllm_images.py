@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import random
 import sys
 
 try:
@@ -38,6 +39,12 @@ def context(*settings: str) -> BackendContext:
 def picture(colour: str, size: tuple[int, int] = (56, 84)) -> MediaContent:
     stream = io.BytesIO()
     Image.new("RGB", size, colour).save(stream, "PNG")
+    return MediaContent.of("image", [stream.getvalue()])
+
+
+def noise(width: int, height: int) -> MediaContent:
+    stream = io.BytesIO()
+    Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * width * height)).save(stream, "PNG")
     return MediaContent.of("image", [stream.getvalue()])
 
 
@@ -80,6 +87,7 @@ def check_updates(engine: VllmEngine) -> None:
         request("red", picture("red")),
         request("blue", picture("blue")),  # the same tokens as the first, so its cache must not be used
         request("both", picture("red"), picture("blue", (112, 56))),
+        request("noise", noise(100, 62)),  # its size is none of those that the model reads
         request("none"),
     ]
     for version, mode in enumerate((None, "in_flight", "interrupt", "drain")):

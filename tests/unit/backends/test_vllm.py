@@ -28,6 +28,7 @@ from headwater.backends.remote import servers
 from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import read_metrics
 from headwater.backends.remote.link import Garbage, LinkLost, Sending, ServerInfo, Span, StreamedTokens
+from headwater.backends.remote.media import MediaPrompt
 from headwater.backends.remote.requests import OpenRequest, check_prompt
 from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
 from headwater.backends.vllm.inprocess import InProcessLink
@@ -106,7 +107,7 @@ def test_images_are_sent_beside_a_prompt_with_placeholders() -> None:
     content = MediaContent.of("image", [b"\xff\xd8\xff of a JPEG file"])
     media = (PlacedMedia(content, (MediaBlock(1, 3),)),)
     asked = ModelRequest("one", (5, 9, 9, 9, 6), SamplingParams(10), rng_key=3, given_tokens=(7,), media=media)
-    body = write_request(Sending(asked, short_prompt=(5, 9, 6)), dialect_of("0.32"))
+    body = write_request(Sending(asked, prompt=MediaPrompt((5, 9, 6), content.frames)), dialect_of("0.32"))
     assert body["token_ids"] == [5, 9, 6, 7]
     url = f"data:image/jpeg;base64,{base64.b64encode(content.frames[0]).decode()}"
     assert body["content_parts"] == [{"type": "image_url", "url": url, "uuid": content.digest}]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import random
 import threading
 import zlib
 from collections.abc import Iterator
@@ -87,6 +88,13 @@ def request(*contents: MediaContent, name: str = "r", **more: Any) -> ModelReque
 
 
 RED, BLUE = (MediaContent.of("image", [png(colour)]) for colour in ("red", "blue"))
+
+
+def noise(width: int, height: int) -> MediaContent:
+    """A picture of another size than those that the model reads."""
+    stream = io.BytesIO()
+    Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * width * height)).save(stream, "PNG")
+    return MediaContent.of("image", [stream.getvalue()])
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +248,12 @@ def test_requests_of_a_lost_server_continue_on_another_one_with_their_images(eng
 
 
 def test_the_sglang_backend_passes_images_on_to_a_server_with_its_calls(engine: Engine) -> None:
-    asked = [request(RED, BLUE, name="a"), request(BLUE, name="b"), request(name="c")]
+    asked = [
+        request(RED, BLUE, name="a"),
+        request(BLUE, name="b"),
+        request(name="c"),
+        request(noise(150, 90), name="d"),
+    ]
     expected = run(answers(engine, *asked))
     with served(engine) as (address, _):
         client = SglangEngine.connect(address, context(address, "sglang"))

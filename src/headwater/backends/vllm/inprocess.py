@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -124,7 +125,7 @@ class InProcessLink:
         body = write_request(sending, self._dialect)
         prompt = {"prompt_token_ids": body["token_ids"], "cache_salt": body["cache_salt"]}
         if media := sending.request.media:
-            images = await asyncio.to_thread(lambda: [item.content.images()[0] for item in media])
+            images = await asyncio.to_thread(lambda: list(map(_decoded, sending.prompt.images)))
             prompt["multi_modal_data"] = {"image": images}
             prompt["multi_modal_uuids"] = {"image": [item.content.digest for item in media]}
         params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.DELTA)
@@ -194,6 +195,12 @@ class InProcessLink:
 
     async def close(self) -> None:
         self._engine.shutdown()
+
+
+def _decoded(image: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(image)).convert("RGB")
 
 
 @contextmanager
