@@ -42,7 +42,7 @@ from headwater.models.sharded_load import ShardReader, load_skeleton, matches, n
 from headwater.models.source import ModelSource, locate, resolve_model
 from headwater.models.vision.architecture import check_supported, is_vision
 from headwater.models.vision.families import vision_family
-from headwater.models.vision.files import read_processor_files, video_settings
+from headwater.models.vision.files import read_legacy_template, read_processor_files, video_settings
 from headwater.models.vision.processor import VisionProcessor
 
 __all__ = [
@@ -86,6 +86,8 @@ def _read_tokenizer(location: Path | str, key: str) -> Any:
         tokenizer = loader.from_pretrained(location, padding_side="left")
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot use
         raise _cannot_read(location, "tokenizer", error, key) from error
+    if is_vision(config) and (template := read_legacy_template(location)):
+        tokenizer.chat_template = template
     if tokenizer.pad_token_id is None:
         # Padding is masked everywhere, so any token can fill it.
         tokenizer.pad_token = tokenizer.eos_token
@@ -167,7 +169,7 @@ def local_folder(source: ModelSource) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(location, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(location, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except Exception as error:  # the hub also raises exceptions that are not OSErrors
         raise _cannot_read(location, "weights", error, source.key) from error
 
@@ -193,8 +195,14 @@ def load_processor(path: str, chat_template: str = "", *, key: str = "model.path
         image_processor, files = made.image_processor, made.files
     else:
         image_processor, files = _read_image_processor(location, key)
+    family = vision_family(config, image_processor, video_settings(files))
     tokenizer = load_tokenizer(path, key=key, chat_template=chat_template)
-    return VisionProcessor(tokenizer, vision_family(config, image_processor, video_settings(files)), files)
+    if tokenizer.convert_tokens_to_ids(family.token("image")) != config.image_token_id:
+        raise ModelError(
+            f"{location}: {family.token('image')} is not token {config.image_token_id} (image_token_id in config.json) "
+            "of the tokenizer; use the tokenizer the model was trained with"
+        )
+    return VisionProcessor(tokenizer, family, files)
 
 
 def _read_image_processor(location: Path | str, key: str) -> tuple[Any, dict[str, str]]:

@@ -74,7 +74,9 @@ def test_a_vision_model_of_another_type_is_refused_by_name(tmp_path: Path) -> No
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}
     model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=sizes | heads | ids, vision_config=vision))
-    folder = save_model(model, load_tokenizer("tiny:qwen3"), tmp_path / "model")
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    load_tokenizer("tiny:qwen3").save_pretrained(folder)
     for loader in (load, lambda path: load_processor(str(path))):
         with pytest.raises(ModelError, match="vision models of type qwen2_vl are not supported; use a text model, or"):
             loader(folder)

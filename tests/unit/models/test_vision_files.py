@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
 from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
-from headwater.models.load import load_model, load_part, load_processor, save_model
+from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
 from headwater.models.save import WeightsToSave
 from headwater.models.vision.frames import fitted_size
 from headwater.models.vision.idefics import in_words
@@ -225,4 +226,37 @@ def test_a_folder_without_an_image_processor(tmp_path: Path) -> None:
     folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
     (folder / "preprocessor_config.json").unlink()
     with pytest.raises(ModelError, match=f"{folder}: cannot use its image processor"):
+        load_processor(str(folder))
+
+
+@pytest.mark.parametrize("kind", ["Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"])
+def test_files_in_the_layout_of_published_models(kind: str, tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        (folder / name).unlink()
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings.update(image_processor_type=kind, min_pixels=28 * 28, max_pixels=56 * 56)
+    del settings["size"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    template = "{{ messages[0].content }}"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    read = load_processor(str(folder))
+    assert read is not None
+    assert type(read.family.image_processor).__name__ == "Qwen2VLImageProcessorPil"
+    assert read.template.chat_template == template
+    text = "<|image_pad|><|video_pad|>"
+    _, (still, moving) = read.encode(text, [picture(200, 200), video(2, 200, 200, frames_per_s=1.0)])
+    assert (still.num_tokens, moving.num_tokens) == (4, 4)
+    copy = save_model(model_of("qwen2_5_vl"), read.tokenizer, tmp_path / "copy", processor=read)
+    again = load_processor(str(copy))
+    assert again is not None
+    assert again.template.chat_template == template
+    assert again.encode(text, [still.content, moving.content]) == read.encode(text, [still.content, moving.content])
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), load_tokenizer("tiny:qwen3"), tmp_path / "model", processor=processor)
+    with pytest.raises(ModelError, match=r"<\|image_pad\|> is not token 514 \(image_token_id in config.json\)"):
         load_processor(str(folder))

@@ -114,12 +114,13 @@ def build_image_processor(architecture: str) -> TinyImageProcessor:
 
     if is_qwen(architecture):
         size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
-        made = Qwen2VLImageProcessorPil(size=size, patch_size=_PATCH_SIZE)
+        options = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": _PATCH_SIZE}
+        made = Qwen2VLImageProcessorPil(size=size, **options)
         kind, videos = ("Qwen3VL", "Qwen3VL") if architecture == "qwen3_vl" else ("Qwen2_5_VL", "Qwen2VL")
         # Qwen3-VL limits the pixels of all frames together.
         num_frames = 16 if architecture == "qwen3_vl" else 1
         limits = {"shortest_edge": 28 * 28, "longest_edge": num_frames * 56 * 56}
-        video = {"video_processor_type": f"{videos}VideoProcessor", "size": limits, "patch_size": _PATCH_SIZE}
+        video = {"video_processor_type": f"{videos}VideoProcessor", "size": limits, **options}
         return TinyImageProcessor(made, files_of(made, f"{kind}Processor", video))
     has_videos = architecture == "smolvlm"
     processor_class = SmolVLMImageProcessorPil if has_videos else Idefics3ImageProcessorPil

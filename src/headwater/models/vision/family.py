@@ -38,7 +38,11 @@ class VisionFamily(Protocol):
     """Whether the forward pass of transformers takes the kind of every token, to compute rotary positions."""
 
     def placeholder(self, kind: MediaKind) -> str:
-        """What the chat template writes for one image or video; empty if the model takes none."""
+        """The token that the chat template writes for one image or video; empty if the model takes none."""
+        ...
+
+    def prepared(self, text: str) -> str:
+        """A rendered chat without what the chat template writes around a placeholder that is to be replaced with it."""
         ...
 
     def token(self, kind: MediaKind) -> str:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headwater.models.folder import read_json_object
+
 PREPROCESSOR, VIDEO_PREPROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json"
 PROCESSOR = "processor_config.json"
-LEGACY_TEMPLATE = "chat_template.json"
+_LEGACY_TEMPLATE = "chat_template.json"
 _NAMES = (PREPROCESSOR, VIDEO_PREPROCESSOR, PROCESSOR)
 
 
@@ -34,6 +36,15 @@ def find_file(location: Path | str, name: str) -> Path | None:
         _raise_exceptions_for_connection_errors=False,
     )
     return Path(path) if path is not None else None
+
+
+def read_legacy_template(location: Path | str) -> str:
+    """The chat template for messages with pictures, if it is not that of the tokenizer; empty otherwise."""
+    path = find_file(location, _LEGACY_TEMPLATE)
+    if path is None:
+        return ""
+    template = read_json_object(path).get("chat_template", "")
+    return template if isinstance(template, str) else ""
 
 
 def video_settings(files: Mapping[str, str]) -> dict[str, Any]:

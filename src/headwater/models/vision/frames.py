@@ -50,15 +50,18 @@ def fitted_size(
     return rows * factor, columns * factor
 
 
-def grouped_patches(image_processor: Any, frames: Sequence[Image.Image], size: tuple[int, int]) -> tuple[Tensor, int]:
+def grouped_patches(
+    image_processor: Any, frames: Sequence[Image.Image], size: tuple[int, int], **options: Any
+) -> tuple[Tensor, int]:
     """``[patches, values]`` of a video for a tower that reads several frames at once, and the number of groups.
 
+    ``options`` are settings of the image processor that differ for videos.
     The image processor repeats a picture as often as the tower reads frames at once. Each repetition but one is
     replaced by the frame that belongs there. The last frame is repeated to fill its group.
     """
     group = int(image_processor.temporal_patch_size)
     scaled = [frame.resize((size[1], size[0]), image_processor.resample) for frame in frames]
-    made = image_processor(scaled, do_resize=False, return_tensors="pt")["pixel_values"]
+    made = image_processor(scaled, do_resize=False, return_tensors="pt", **options)["pixel_values"]
     patches = made.view(len(frames), -1, 3, group, int(image_processor.patch_size) ** 2)[:, :, :, 0]
     missing = -len(frames) % group
     patches = torch.cat([patches, patches[-1:].expand(missing, -1, -1, -1)])

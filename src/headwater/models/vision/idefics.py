@@ -43,6 +43,9 @@ class IdeficsFamily:
             return _VIDEO if self._takes_videos else ""
         return _TOKEN
 
+    def prepared(self, text: str) -> str:
+        return text
+
     def token(self, kind: MediaKind) -> str:
         return _TOKEN
 

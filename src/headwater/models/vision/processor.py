@@ -50,13 +50,15 @@ class VisionProcessor:
 
         Raises ``ValueError`` if the number of placeholders differs from that of the contents.
         """
-        expanded, ordered = self._expand(text, contents)
+        expanded, ordered = self._expand(self.family.prepared(text), contents)
         tokens = encode_rendered(self.tokenizer, expanded)
         marks = {self.tokenizer.convert_tokens_to_ids(self.family.token(kind)) for kind in _KINDS}
         places = [place for place, token in enumerate(tokens) if token in marks]
         shapes = [shape for _, blocks in ordered for shape in blocks]
         if len(places) != len(shapes):
-            raise ValueError(f"the tokenizer makes {len(places)} placeholder tokens of {len(shapes)}")
+            raise ValueError(
+                f"the tokenizer makes {len(places)} tokens of {len(shapes)} placeholders; use the model's own tokenizer"
+            )
         # Each block is one token so far: the tokenizer need not read thousands of equal ones.
         long: list[int] = []
         starts = []

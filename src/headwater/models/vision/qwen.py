@@ -41,10 +41,14 @@ class QwenFamily:
         size = {**default, **(video_settings.get("size") or {})}
         self._min_video_pixels = int(video_settings.get("min_pixels") or size["shortest_edge"])
         self._max_video_pixels = int(video_settings.get("max_pixels") or size["longest_edge"])
+        self._video_options = {key: video_settings[key] for key in ("image_mean", "image_std") if key in video_settings}
 
     def placeholder(self, kind: MediaKind) -> str:
+        return _TOKENS[kind]
+
+    def prepared(self, text: str) -> str:
         # Qwen3-VL has a start and an end around every frame instead of those that the chat template writes.
-        return _START + _TOKENS[kind] + _END if self._has_timestamps and kind == "video" else _TOKENS[kind]
+        return text.replace(_START + _TOKENS["video"] + _END, _TOKENS["video"]) if self._has_timestamps else text
 
     def token(self, kind: MediaKind) -> str:
         return _TOKENS[kind]
@@ -69,7 +73,8 @@ class QwenFamily:
         if content.kind == "image":
             return dict(self.image_processor(content.images(), return_tensors="pt"))
         height, width = self._size(content)
-        pixels, num_groups = grouped_patches(self.image_processor, content.images(), (height, width))
+        frames = content.images()
+        pixels, num_groups = grouped_patches(self.image_processor, frames, (height, width), **self._video_options)
         patch = int(self.image_processor.patch_size)
         grid = torch.tensor([[num_groups, height // patch, width // patch]])
         made = dict(zip(_TENSORS["video"], (pixels, grid), strict=True))
