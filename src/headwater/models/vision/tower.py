@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headwater.core.media import MediaContent
+from headwater.models.vision.attention import use_window_attention
 from headwater.models.vision.family import MediaFeatures
 from headwater.models.vision.processor import VisionProcessor
 
@@ -17,6 +18,7 @@ class VisionTower:
     """
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
+        use_window_attention(model)
         self._model = model
         self._processor = processor
 
