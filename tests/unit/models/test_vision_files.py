@@ -19,6 +19,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+from headwater.cli.export import _write_model as write_model
 from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
 from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
@@ -279,3 +280,17 @@ def test_an_image_processor_of_another_model_is_refused(tmp_path: Path) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="of type CLIPImageProcessor are not supported for smolvlm models; use"):
         load_processor(str(folder))
+
+
+def test_an_export_in_another_type_has_its_processor(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    write_model(folder, exported, "bfloat16")
+    read = load_processor(str(exported))
+    assert read is not None
+    assert read.files == processor.files
+    weights = load_model(str(exported), dtype="float32", device="cpu", seed=0).state_dict()
+    for key, each in model_of("qwen2_5_vl").state_dict().items():
+        assert torch.equal(weights[key], each.to(torch.bfloat16).float()), key
