@@ -20,6 +20,7 @@ from headwater.models.flops import PassFlops
 from headwater.models.load import load_model, load_processor, load_tokenizer, vocabulary_size
 from headwater.models.memory_sizes import ModelSize, RunSizes
 from headwater.models.vision import VisionProcessor, VisionTower, uses_grid_positions, vision_parameter_names
+from headwater.models.vision import attention as vision_attention
 from headwater.models.wide_layers import widen_layers
 from headwater.planner.hardware import shape_of
 
@@ -208,3 +209,16 @@ def test_wide_layers_take_embeddings_of_pictures(name: str, monkeypatch: pytest.
     wide = load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=0)
     assert widen_layers(wide, torch.float32, uses_kernels=False)
     torch.testing.assert_close(assembled_logits(name, tokens, media, wide), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("qwen")])
+def test_attention_over_all_windows_at_once_equals_one_window_at_a_time(name: str) -> None:
+    """Pictures of several windows, of which those at the borders are smaller, and a video."""
+    contents = [picture(112, 112), picture(84, 140, seed=1), picture(56, 56), picture(112, 112, seed=2)]
+    model = load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=0)
+    tower = VisionTower(model, processor_of(name))
+    assert model.model.visual.config._attn_implementation == vision_attention.NAME
+    fast = tower(contents)
+    model.model.visual.config._attn_implementation = "sdpa"
+    for one, other in zip(fast, tower(contents), strict=True):
+        torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)

@@ -57,11 +57,10 @@ def _by_size(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: f
     sizes = starts.diff()
     firsts = starts[:-1]
     output = torch.empty_like(query)
-    for size in sizes.unique().tolist():
+    for size in sorted(set(sizes.tolist())):
         places = firsts[sizes == size, None] + torch.arange(size, device=query.device)
-        attended = F.scaled_dot_product_attention(
-            *(each[places].transpose(1, 2) for each in (query, key, value)), scale=scale
-        )
+        queries, keys, values = (each[places].transpose(1, 2) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
         output = output.index_put((places,), attended.transpose(1, 2))
     return output
 
