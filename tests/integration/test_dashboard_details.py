@@ -16,6 +16,7 @@ import tiny
 import torch
 from browsing import Dashboard, browser, page_of, serious_findings, settled, until
 from dashboard import parts
+from dashboard.pictured import save_pictures
 from running import Running
 
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
@@ -46,6 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, chrome: Any) -> Path:
     for step in (4, 5):
         parts.add_metrics(tools, step, **numbers, **{"time/generate_s": 1.5})
         tools.append_metrics(MetricsRecord("eval", step, 1020.0 + step, evaluation(["a", "b"])).to_json())
+    save_pictures(parts.make_run(root, "pictures", num_steps=1), step=2)
     long = parts.make_run(root, "long", num_steps=1)
     save_long_rollout(long)
     with long.metrics_file.open("a", encoding="utf-8") as file:
@@ -180,6 +182,62 @@ def test_an_exported_rollout_has_all_its_tokens(chrome: Any, dashboard: Dashboar
         until(page, f"Number(document.querySelector('.tok.is-chosen')?.dataset.at) > {2 * PAGE_TOKENS}")
         assert page.get_by_role("note").inner_text(), "it says what is in the file"
         assert not serious_findings(page)
+
+
+LOADED = """count => [...document.querySelectorAll('.picture img')].filter(
+    image => image.complete && image.naturalWidth === 12).length === count"""
+"""The images of ``save_pictures`` are 12 pixels wide."""
+
+
+def test_images_are_shown_beside_their_tokens(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
+    with page_of(chrome, f"{dashboard.url}#/run/pictures/rollouts?step=2") as page:
+        page.locator("table.rollouts .row-link").first.click()
+        check_pictures(page)
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Export rollout").click()
+        file = tmp_path / "rollout.html"
+        download.value.save_as(file)
+        page.get_by_role("link", name="Conversation").click()
+        page.locator(".conversation").wait_for()
+        until(page, LOADED, 4)  # an image of the prompt, and an image and the two frames of a video of a tool
+        said = page.locator(".conversation > li")
+        assert "<b>What</b> is it?" in said.first.inner_text()
+        assert said.nth(2).locator(".frames img").count() == 2
+        assert not serious_findings(page)
+        page.get_by_role("link", name="Group side by side").click()
+        page.locator(".panel.prompt .picture img").wait_for()
+        assert not serious_findings(page)
+    with page_of(chrome, f"{file.as_uri()}#/", offline=True) as page:
+        check_pictures(page)
+
+
+def check_pictures(page: Any) -> None:
+    """The tokens of an image are one chip, which opens and is passed in one step of the keyboard."""
+    chips = page.locator(".media-chip")
+    chips.first.wait_for()
+    assert chips.locator("button.quiet").all_inner_texts() == [
+        "image 1 · 3 tokens ▸", "image 2 · 1 token ▸", "image 2 · 2 tokens ▸", "video · 2 tokens ▸"]  # fmt: skip
+    until(page, LOADED, 4)
+    field = page.locator(".token-field")
+    places = "[...document.querySelectorAll('.token-field .tok')].map(each => Number(each.dataset.at))"
+    assert page.evaluate(places)[:2] == [0, 4], "tokens 1 to 3 stand for the image"
+    field.focus()
+    page.keyboard.press("Home")
+    until(page, "document.querySelector('.is-chosen')?.dataset.at === '0'")
+    page.keyboard.press("ArrowRight")
+    until(page, "document.querySelector('.media-chip.is-chosen')?.dataset.at === '1'")
+    side = page.locator(".token-media")
+    assert "Stands for image 1: token 1 of 3" in side.inner_text()
+    assert side.locator("img").count() == 1
+    page.keyboard.press("ArrowRight")
+    until(page, "document.querySelector('.tok.is-chosen')?.dataset.at === '4'")
+    page.keyboard.press("ArrowLeft")
+    until(page, "document.querySelector('.media-chip.is-chosen')?.dataset.at === '1'")
+    chips.first.locator("button.quiet").click()
+    until(page, f"({places}).slice(0, 5).join() === '0,1,2,3,4'")
+    chips.first.locator("button.quiet").click()
+    until(page, f"({places}).slice(0, 2).join() === '0,4'")
+    assert not serious_findings(page)
 
 
 def test_a_hidden_page_holds_no_connection(chrome: Any, dashboard: Dashboard, runs: Path) -> None:

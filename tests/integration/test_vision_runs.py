@@ -97,7 +97,7 @@ def test_evaluation_and_export_of_a_run_with_pictures(tmp_path):
     (row, *_) = pq.read_table(tmp_path / "out" / "responses.parquet").to_pylist()
     (record,) = json.loads(row["media"])
     assert MediaStore(tmp_path / "out" / "media").read(record).digest == record["digest"]
-    result = headwater("export", run, tmp_path / "model")
+    result = headwater("export", run, "--to", tmp_path / "model")
     assert result.code == 0, result.stderr
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
     result = headwater("eval", tmp_path / "model", "--data", "shapes", "eval.num_prompts=4", "data.num_eval_rows=10")

@@ -123,7 +123,7 @@ def test_a_response_with_an_image_continues_after_given_tokens(engine: VllmEngin
 def test_what_vllm_would_misread_is_refused(engine: VllmEngine) -> None:
     asked = request("refused", picture("red"))
     video = MediaContent.of("video", [picture("red").frames[0]] * 2, 1.0)
-    with pytest.raises(RequestError, match="has a video, and only images are passed on to vLLM"):
+    with pytest.raises(RequestError, match="has a video, and this engine takes only images"):
         engine.check(replace(asked, media=(replace(asked.media[0], content=video),)))
     # The model has sampled a placeholder token before the image: vLLM would put the image there.
     pad = asked.input_tokens[asked.media[0].blocks[0].start]

@@ -140,7 +140,8 @@ class Capabilities:
     adapters: bool = False
     """The engine accepts LoRA adapters without the base weights."""
     media: bool = False
-    """Requests may contain images or videos."""
+    """Requests may contain images, and videos unless ``videos`` is false."""
+    videos: bool = True
     tools: bool = False
     """The engine parses tool calls and ends a response with ``tool_calls``."""
     streaming: bool = True
@@ -229,6 +230,10 @@ def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
         raise RequestError(
             f"request {request.request_id}: has images or videos, and this engine takes only text; use a vision model "
             "and a backend that takes media, or remove them"
+        )
+    if not capabilities.videos and any(item.content.kind == "video" for item in request.media):
+        raise RequestError(
+            f"request {request.request_id}: has a video, and this engine takes only images; use the backend embedded"
         )
     missing = [name for name in request.sampling.features if name not in capabilities.features]
     if missing:

@@ -126,6 +126,13 @@ def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> 
                 f"rollout.workflow = {workflow} to your own class, which uses them itself"
             ]
         )
+    if not can.videos and any(item.content.kind == "video" for item in prompt.media) and not is_path(workflow):
+        raise ConfigError(
+            [
+                f"{key}: row {prompt.uid} has a video, and rollout.backend = {config.rollout.backend} takes only "
+                "images; use rollout.backend=embedded, or give the frames as images"
+            ]
+        )
 
 
 def check_requests_fit(

@@ -21,6 +21,7 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.new_tokens import NewTokens
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, StopReason
 from headwater.engine.kv_cache import SHARED_FRACTION
@@ -35,6 +36,7 @@ class Link:
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
+        self.known_media: set[str] = set()
 
     def post(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
@@ -146,3 +148,21 @@ def test_every_setting_of_the_engine_reaches_the_server():
     shared, alone = (read_engine_config(engine_arguments(EngineConfig(), shares_device=each)) for each in (True, False))
     assert shared == EngineConfig(memory_fraction=SHARED_FRACTION)
     assert alone == EngineConfig(), "a server that has a device to itself sizes its cache from all of it"
+
+
+def test_images_are_sent_once_per_server_and_again_on_request() -> None:
+    scene, first, second = Scene(), Link(), Link()
+    content = MediaContent.of("image", [b"encoded"])
+    media = (PlacedMedia(content, (MediaBlock(0, 2),)),)
+    scene.requests.link = first
+    for number in (1, 2):
+        request = ModelRequest(f"r{number}", (5, 6), SamplingParams(9), 1, media=media)
+        scene.requests.enter(FramedRequest(number, request, scene.answers.append))
+    scene.requests.refuse(
+        2, {"error": {"message": "unknown", "type": "invalid_request_error", "code": "unknown_media"}}
+    )
+    scene.requests.continue_on(second)  # another server, which has none of them
+    has_bytes = [["frames" in message["request"]["media"][0] for message in link.sent] for link in (first, second)]
+    assert has_bytes == [[True, False, True], [True, False]]
+    assert {message["request"]["media"][0]["digest"] for message in second.sent} == {content.digest}
+    assert not scene.answers

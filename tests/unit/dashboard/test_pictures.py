@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
-from dataclasses import replace
 
 import pytest
-from dashboard.parts import make_run, page, rollouts_of, served, trajectory
-from PIL import Image
+from dashboard.parts import make_run, page, served
+from dashboard.pictured import FILM, RED, SHOWN_LATER, picture, save_pictures
 
-from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
+from headwater.core.media import MediaContent
 from headwater.dashboard import export as exporting
 from headwater.dashboard.answers import Answers
+from headwater.dashboard.pictures import media_of
 from headwater.dashboard.runs import Place, Runs
-from headwater.observe.media_store import MediaStore
-from headwater.trainer.tables import write_rollouts
-
-
-def picture(colour: str, kind: str = "PNG") -> bytes:
-    stream = io.BytesIO()
-    Image.new("RGB", (12, 8), colour).save(stream, kind)
-    return stream.getvalue()
-
-
-RED, SHOWN_LATER = (MediaContent.of("image", [picture(*each)]) for each in (("red",), ("blue", "JPEG")))
-FILM = MediaContent.of("video", [picture("green"), picture("white")], 2.0)
-
-
-def with_pictures(uid: str, sample: int):
-    """An image in the prompt, and an image and a video that a tool has returned."""
-    plain = trajectory(uid, sample, 0.5, 0)
-    told = plain.tokens.index(plain.tokens[-1], plain.prompt_length)
-    content = [{"type": "image"}, {"type": "text", "text": "<b>What</b> is it?"}]
-    shown = [{"type": "image", "digest": SHOWN_LATER.digest}, {"type": "video", "digest": FILM.digest}]
-    messages = ({"role": "user", "content": content}, *plain.messages[1:2], {"role": "tool", "content": shown})
-    media = (
-        PlacedMedia(RED, (MediaBlock(1, 3),)),
-        PlacedMedia(SHOWN_LATER, (MediaBlock(told - 6, 1), MediaBlock(told - 4, 2))),
-        PlacedMedia(FILM, (MediaBlock(told - 2, 2),)),
-    )
-    return replace(plain, messages=messages, media=media)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("runs"), num_steps=1)
-    prompt = rollouts_of(1)[0][0]
-    rollouts = [(prompt, with_pictures(prompt.uid, sample)) for sample in range(2)]
-    write_rollouts(run.path / "rollouts" / "step_000002.parquet", 2, rollouts, {}, MediaStore(run.media))
+    save_pictures(run, step=2)
     return run
 
 
@@ -150,8 +120,6 @@ def test_an_exported_file_has_the_images_of_its_rollouts(run, monkeypatch):
 
 
 def test_a_damaged_column_shows_the_rollout_without_images(run):
-    from headwater.dashboard.pictures import media_of
-
     for damaged in (None, "", "{", "7", "[7]", '[{"kind": "image"}]', '[{"kind": "image", "digest": "../x"}]'):
         assert media_of(damaged) == []
     half = json.dumps(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import subprocess
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import tiny
+from PIL import Image
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, UnknownName
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.records import Answer, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
@@ -180,6 +184,8 @@ def trl_chat(completions, ground_truth, **kwargs):
 async def trl_async(completions, level=(5,), **kwargs): return np.array([len(completions[0])]) * level[0]
 def asked(question): return {"score": 1.0, "asked": question}
 def trl_asked(completions, question): return [{"score": 1.0, "asked": each} for each in question]
+def looked(images, videos=()): return {"score": len(images), "pixel": images[0].getpixel((0, 0)), "videos": len(videos)}
+def trl_looked(completions, images): return [{"score": len(each), "pixel": each[0].getpixel((0, 0))} for each in images]
 def trl_number(completions): return 1.0
 def trl_two(completions): return [1.0, 2.0]
 
@@ -249,6 +255,32 @@ def test_a_function_receives_what_it_names(signatures):
             value(name)
     with pytest.raises(RewardFailed, match=r"raised JSONDecodeError: .* at .*signatures\.py:\d+; fix"):
         value("fails_deep")
+
+
+def test_a_function_receives_the_images_of_the_conversation(signatures):
+    """Also in another process, where the function is loaded from its file."""
+
+    def picture(color: str) -> PlacedMedia:
+        stream = io.BytesIO()
+        Image.new("RGB", (4, 4), color).save(stream, "png")
+        return PlacedMedia(MediaContent.of("image", [stream.getvalue()]), (MediaBlock(0, 1),))
+
+    @dataclass(frozen=True)
+    class Seen(Answer):
+        media: Any = ()
+
+    shown = tiny.prompt(media=(picture("red"),))
+    for name, where in (("looked", "processes"), ("looked", "threads"), ("trl_looked", "threads")):
+        manager = signatures(name, where=where)
+        manager.check_row(shown)
+        try:
+            alone = asyncio.run(manager.score(Answer(shown, "46")))
+            more = asyncio.run(manager.score(Seen(shown, "46", (picture("blue"), picture("red")))))
+        finally:
+            manager.close()
+        assert (alone.value, alone.info["pixel"]) == (1.0, (255, 0, 0))
+        assert (more.value, more.info["pixel"]) == (2.0, (0, 0, 255)), "those that tools have shown, too"
+    assert signatures("looked", where="threads").reads_column("images"), "a column of this name would come first"
 
 
 def test_a_wrong_signature_is_found_before_anything_runs(signatures):

@@ -6,12 +6,16 @@ import json
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout.executor_parts import Rows, draw_of
 from rollout.stale_parts import finished
 
+from headwater.core.errors import RunError
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.records import MAX_REWARD, Trajectory
+from headwater.observe.media_store import MediaStore
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw
 from headwater.rollout.snapshot import RolloutSnapshot
@@ -49,6 +53,26 @@ def test_finished_groups_keep_versions_requests_and_baseline():
     read = through_a_file(RolloutSnapshot({}, {}, finished=(kept,))).finished[0]
     assert read == kept
     assert (read.version, read.oldest) == (3, 3)
+
+
+def test_images_are_stored_beside_the_snapshot(tmp_path):
+    group = finished(5, (3, 3, 4), (4,))
+    picture = MediaContent.of("image", [b"a picture"])
+    placed = PlacedMedia(picture, (MediaBlock(0, 1, (1, 1, 1)),))
+    shown = [replace(each, media=(placed,)) for each in group.group.trajectories]
+    kept = replace(group, group=replace(group.group, trajectories=tuple(shown)))
+    snapshot = RolloutSnapshot({}, {}, finished=(kept,))
+    assert snapshot.contents() == [picture], "once, although two trajectories have it"
+    store = MediaStore(tmp_path / "media")
+    for content in snapshot.contents():
+        store.add(content)
+    assert RolloutSnapshot.from_json(snapshot.to_json(), again, store.read) == snapshot
+    with pytest.raises(RunError, match="nothing tells where they are stored"):
+        through_a_file(snapshot)
+    for path in (tmp_path / "media").iterdir():
+        path.write_bytes(b"other")
+    with pytest.raises(RunError, match="is not the image that was written"):
+        RolloutSnapshot.from_json(snapshot.to_json(), again, store.read)
 
 
 floats = st.floats(allow_nan=False)

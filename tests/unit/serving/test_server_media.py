@@ -41,7 +41,7 @@ from headwater.observe.spans import Spans
 from headwater.serving.app import build_app
 from headwater.serving.errors import ApiError
 from headwater.serving.listen import bind, make_runner, url
-from headwater.serving.native.media import UNKNOWN_MEDIA, MediaStore
+from headwater.serving.native.media import UNKNOWN_MEDIA, ReceivedMedia
 from headwater.serving.native.request import read_request, write_request
 from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
@@ -105,7 +105,7 @@ def limits() -> ModelLimits:
 
 
 def test_a_request_with_images_arrives_as_it_was_sent() -> None:
-    sent, store, known = request(RED, BLUE, RED), MediaStore(), set()
+    sent, store, known = request(RED, BLUE, RED), ReceivedMedia(), set()
     bodies = [json.loads(json.dumps(write_request(sent, known))) for _ in range(2)]
     assert [["frames" in item for item in body["media"]] for body in bodies] == [[True, True, False], [False] * 3]
     for body in bodies:
@@ -113,12 +113,12 @@ def test_a_request_with_images_arrives_as_it_was_sent() -> None:
         assert read == sent
         assert read.media[0].content.frames == RED.frames
     with pytest.raises(ApiError) as refusal:
-        read_request(bodies[1], limits(), MediaStore())
+        read_request(bodies[1], limits(), ReceivedMedia())
     assert (refusal.value.status, refusal.value.code) == (409, UNKNOWN_MEDIA)
 
 
 def test_a_store_keeps_what_was_used_last() -> None:
-    store = MediaStore(max_bytes=len(RED.frames[0]) + len(BLUE.frames[0]) + 10)
+    store = ReceivedMedia(max_bytes=len(RED.frames[0]) + len(BLUE.frames[0]) + 10)
     green = MediaContent.of("image", [png("green")])
     store.keep(RED)
     store.keep(BLUE)
@@ -150,7 +150,7 @@ def test_refused_media_are_named() -> None:
     ]
     for given, message in cases:
         with pytest.raises(ApiError) as refusal:
-            read_request(given, limits(), MediaStore())
+            read_request(given, limits(), ReceivedMedia())
         assert message in str(refusal.value)
     with pytest.raises(ApiError, match="takes only text"):
         read_request(body, limits(), None)
@@ -359,6 +359,7 @@ def test_generate_takes_images_with_text_and_with_token_ids(engine: Engine) -> N
     cases = [
         ({"input_ids": short[1], "image_data": images}, "image_data: the tokens have 1 placeholders for 2 images"),
         ({"input_ids": short, "image_data": [images]}, "image_data: a list of 1 for 2 prompts"),
+        ({"input_ids": short, "image_data": images[0]}, "image_data: one image for 2 prompts"),
         ({"input_ids": short[1], "image_data": "/etc/passwd"}, "is not read from the disk"),
         ({"input_ids": short[1], "image_data": 7}, "image_data[0] = 7: must be a data URL"),
         ({"text": "a", "image_data": images[0]}, "0 placeholders <|image_pad|> for 1 images"),

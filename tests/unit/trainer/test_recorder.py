@@ -13,7 +13,9 @@ import tiny
 import torch
 from rich.console import Console
 
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.records import DropKind
+from headwater.observe.media_store import MediaStore, placed_from_json
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
@@ -213,6 +215,25 @@ def test_rollouts_can_be_read_back(tmp_path):
         assert row["reward"] == each.reward
         assert json.loads(row["messages"]) == list(said)
         assert row["ended_by"] is None
+
+
+def test_rollouts_refer_to_images_that_are_stored_once(tmp_path):
+    picture = MediaContent.of("image", [b"\x89PNG a picture"])
+    placed = PlacedMedia(picture, (MediaBlock(0, 1, (1, 1, 1)),))
+    seen = {"role": "user", "content": [{"type": "image", "digest": picture.digest}, {"type": "text", "text": "What?"}]}
+    said = (seen, {"role": "assistant", "content": "A"}, seen, {"role": "assistant", "content": "B"})
+    made = [
+        replace(tiny.trajectory(seed, sample=seed), media=(placed,) * (seed < 2), messages=said) for seed in range(3)
+    ]
+    store = MediaStore(tmp_path / "media")
+    write_rollouts(tmp_path / "r.parquet", 4, [(tiny.prompt(), each) for each in made], store=store)
+    rows = pq.read_table(tmp_path / "r.parquet").to_pylist()
+    assert [path.name for path in (tmp_path / "media").iterdir()] == [f"{picture.digest}.png"]
+    assert rows[2]["media"] is None
+    for row in rows[:2]:
+        (record,) = json.loads(row["media"])
+        assert placed_from_json(record, store.read(record)) == placed
+        assert json.loads(row["messages"])[0]["content"][0] == {"type": "image", "digest": picture.digest}
 
 
 def test_what_a_scorer_returns_beside_the_reward_becomes_columns_and_metrics(tmp_path):

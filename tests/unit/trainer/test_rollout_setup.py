@@ -113,7 +113,7 @@ def test_rows_with_images_are_refused_before_the_first_rollout(rollout):
     shown = PlacedMedia(MediaContent.of("image", [b"picture"]), (MediaBlock(1, 2),))
     pictured = [replace(parts.eval_data[0], media=(shown,))]
     config = load_config("quickstart", SMALL).config
-    with pytest.raises(ConfigError, match=r"data\.train: row .* has images or videos, which rollout\.backend = embedded cannot"):
+    with pytest.raises(ConfigError, match=r"data\.train: row .* has images or videos, which rollout\.backend = emb"):
         parts.check_prompts(config, Rows(pictured), "data.train")
     own = replace(config, rollout=replace(config.rollout, workflow="mine.py:Shows"))
     parts.check_prompts(own, Rows(pictured), "data.train")

@@ -37,6 +37,12 @@ def content(color: str, size: tuple[int, int] = (56, 56)) -> MediaContent:
     return MediaContent.of("image", [png(color, size)])
 
 
+def data_config(**settings):
+    from headwater.config.schema import DataConfig
+
+    return DataConfig(train=(), **settings)
+
+
 def encode(text: str) -> tuple[int, ...]:
     return tuple(processor().tokenizer.encode(text, add_special_tokens=False))
 

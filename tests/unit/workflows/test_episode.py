@@ -206,7 +206,7 @@ def test_half_answers_other_tokens_audio_and_misuse_are_refused():
     with pytest.raises(ValueError, match="must follow a reply"):
         episode.tell(TELL)
     heard = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "audio", "url": "a.wav"}]}
-    with pytest.raises(RolloutFailed, match="its prompt has message parts of type audio, which the model does not take"):
+    with pytest.raises(RolloutFailed, match="its prompt has message parts of type audio, which the model does"):
         asyncio.run(replaced_messages(episode_of(), heard).reply())
     shown = episode_of(answer("45"))
     asyncio.run(shown.reply())

@@ -103,7 +103,7 @@ export const TokenText = memo(function TokenText({ run, rollout, tokens, colouri
 function Chip({ run, rollout, media, offset, isOpen, toggle }: { run: string; rollout: Rollout; media: Placed; offset: number; isOpen: boolean; toggle: (place: number) => void }) {
   const { item, from, to } = media;
   const name = nameOf(rollout, item);
-  const place = isOpen ? {} : { "data-at": offset + from, "data-to": offset + to };
+  const place = isOpen ? {} : { id: `token-${offset + from}`, "data-at": offset + from, "data-to": offset + to };
   return (
     <span class="media-chip" {...place}>
       <Picture run={run} digest={item.digest} frame={item.kind === "video" ? 0 : null} name={name} />
@@ -117,7 +117,7 @@ function Chip({ run, rollout, media, offset, isOpen, toggle }: { run: string; ro
           toggle(offset + from);
         }}
       >
-        {name} · {number(to - from)} tokens {isOpen ? "▾" : "▸"}
+        {name} · {number(to - from)} {to - from === 1 ? "token" : "tokens"} {isOpen ? "▾" : "▸"}
       </button>
     </span>
   );
@@ -131,6 +131,8 @@ export function TokenField({ at, choose, point, ...props }: Props & { at: number
   useEffect(() => {
     const chosen = elementOf(box.current, at);
     chosen?.classList.add("is-chosen");
+    if (chosen) box.current?.setAttribute("aria-activedescendant", chosen.id);
+    else box.current?.removeAttribute("aria-activedescendant");
     // A page that was just opened stays at its top, unless its address names a token.
     const area = seen.current === at ? undefined : chosen?.getBoundingClientRect();
     if (chosen) seen.current = at;
@@ -160,7 +162,6 @@ export function TokenField({ at, choose, point, ...props }: Props & { at: number
       tabIndex={0}
       role="group"
       aria-label="Tokens of the rollout. Arrow keys choose a token."
-      aria-activedescendant={`token-${at}`}
       onKeyDown={move}
       onPointerOver={(event) => point(placeOf(event))}
       onPointerLeave={() => point(null)}

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, TypeVar
 from headwater.backends import BackendContext, engine_device
 from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.remote.link import LinkLost, ServerInfo
-from headwater.backends.remote.media import check_images
 from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
 from headwater.backends.remote.servers import RemoteServer
@@ -54,6 +53,7 @@ class RemoteEngine:
     declared_capabilities: ClassVar[Capabilities] = Capabilities(
         seeded_sampling=False,  # the same seed gives the same tokens only in the same batch
         checksums=False,  # its workers store weights in their own layout
+        videos=False,  # they would have to be sent as video files
     )
 
     def __init__(
@@ -177,7 +177,6 @@ class RemoteEngine:
     def check(self, request: ModelRequest) -> None:
         """Raise ``RequestError`` for a request that this engine can never serve."""
         check_features(request, self.capabilities if request.media else self.declared_capabilities)
-        check_images(request, self.program)
         name, sampling, size = f"request {request.request_id}", request.sampling, self._model.vocab_size
         biased = (token for token, _ in sampling.logit_bias)
         tokens = (*request.input_tokens, *request.given_tokens, *sampling.stop_token_ids, *biased)

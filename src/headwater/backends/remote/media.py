@@ -23,14 +23,6 @@ def data_urls(request: ModelRequest) -> list[str]:
     return [data_url(item.content.frames[0]) for item in request.media]
 
 
-def check_images(request: ModelRequest, program: str) -> None:
-    if any(item.content.kind != "image" for item in request.media):
-        raise RequestError(
-            f"request {request.request_id}: has a video, and only images are passed on to {program}; use "
-            "rollout.backend=embedded, or images"
-        )
-
-
 def short_prompt(request: ModelRequest, processor: VisionProcessor) -> tuple[int, ...]:
     """The input tokens with one placeholder per image. The first call for an image takes a while."""
     try:

@@ -227,6 +227,7 @@ def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
         checksums=everywhere("checksums"),
         adapters=everywhere("adapters"),
         media=everywhere("media"),
+        videos=everywhere("videos"),
         tools=everywhere("tools"),
         direct_weights=everywhere("direct_weights"),
         file_weights=everywhere("file_weights"),

@@ -32,7 +32,7 @@ _KINDS: tuple[MediaKind, ...] = ("image", "video")
 _MAX_KNOWN = 2**16
 
 
-class MediaStore:
+class ReceivedMedia:
     """The contents that a server has seen last, by digest. May be used by several threads."""
 
     def __init__(self, max_bytes: int = DEFAULT_STORE_BYTES) -> None:
@@ -88,7 +88,7 @@ def write_media(media: Media, known: set[str] | None = None) -> list[dict[str, A
     return written
 
 
-def read_media(values: Any, num_tokens: int, store: MediaStore | None) -> Media:
+def read_media(values: Any, num_tokens: int, store: ReceivedMedia | None) -> Media:
     """The media of a request with ``num_tokens`` tokens. ``store`` is None if the engine takes only text."""
     if not values and values in (None, []):
         return ()
@@ -103,7 +103,7 @@ def read_media(values: Any, num_tokens: int, store: MediaStore | None) -> Media:
     return media
 
 
-def _read_item(value: Any, name: str, store: MediaStore) -> PlacedMedia:
+def _read_item(value: Any, name: str, store: ReceivedMedia) -> PlacedMedia:
     if not isinstance(value, dict):
         raise wrong(name, value, "must be an object with kind, digest, blocks and frames")
     fields = Fields(value, name)

@@ -156,18 +156,19 @@ def _prompts(fields: Fields, limits: ModelLimits, images: Any) -> tuple[bool, li
     if isinstance(values, list):
         _refuse_no_prompts(values, field)
     read = partial(_prompt_of_text if text is not None else _prompt_of_ids, limits=limits)
-    if not isinstance(values, list) or is_integer(values[0]):
+    if not isinstance(values, list) or (field == "input_ids" and is_integer(values[0])):
         return False, [read(values, images, field=field, images_field="image_data")]
     limits.check_count(len(values), field)
-    given = images if isinstance(images, list) and images else [None] * len(values)
-    if len(given) != len(values):
+    per_prompt = [None] * len(values) if images in (None, "", []) else images
+    if not isinstance(per_prompt, list) or len(per_prompt) != len(values):
+        count = f"a list of {len(per_prompt)}" if isinstance(per_prompt, list) else "one image"
         raise ApiError(
-            f"image_data: a list of {len(given)} for {len(values)} prompts; give one list of images per prompt",
+            f"image_data: {count} for {len(values)} prompts; give a list with one list of images per prompt",
             param="image_data",
         )
     return True, [
         read(value, of_prompt, field=f"{field}[{place}]", images_field=f"image_data[{place}]")
-        for place, (value, of_prompt) in enumerate(zip(values, given, strict=True))
+        for place, (value, of_prompt) in enumerate(zip(values, per_prompt, strict=True))
     ]
 
 
