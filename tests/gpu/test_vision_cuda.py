@@ -65,7 +65,7 @@ def test_mixed_requests_equal_transformers(name, overlap):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_with_equal_tokens_share_nothing(name):
-    first, second = asking(name, [ONE]), asking(name, [OTHER])
+    first, second = (asking(name, [each], text="What is this? " * 9) for each in (ONE, OTHER))
     assert first.input_tokens == second.input_tokens
     with cuda(name, page_tokens=16) as engine:
         together = engine.generate([first, second, first, second])

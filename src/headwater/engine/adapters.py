@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headwater.core.errors import ConfigError
+from headwater.models.vision import vision_parameter_names
 
 PARTS = ("lora_A", "lora_B")
 
@@ -30,10 +31,18 @@ def is_adapter(name: str) -> bool:
 
 @torch.no_grad()
 def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] = ()) -> None:
-    """Give the linear layers named in ``targets``, or all except the output layer, an adapter that does nothing yet."""
+    """Give the linear layers named in ``targets``, or all except the output layer, an adapter that does nothing yet.
+
+    In a vision model these are layers of the language model, unless a name is found only in the vision tower.
+    """
     head = model.get_output_embeddings()
     layers = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear) and each is not head]
-    chosen = [each for name, each in layers if not targets or name.rpartition(".")[2] in targets or name in targets]
+    of_vision = vision_parameter_names(model)
+    of_text = [(name, each) for name, each in layers if f"{name}.weight" not in of_vision]
+    chosen = [] if targets else [each for _, each in of_text]
+    for target in dict.fromkeys(targets):
+        chosen += _named(of_text, target) or _named(layers, target)
+    chosen = list(dict.fromkeys(chosen))
     if not chosen:
         raise ConfigError(
             [f"lora.targets = {list(targets)}: the model has no such linear layer; for example {layers[0][0]}"]
@@ -44,6 +53,11 @@ def add_adapters(model: Any, *, rank: int, alpha: float, targets: Sequence[str] 
             layer.register_parameter(part, nn.Parameter(values, requires_grad=False))
         vars(layer)["lora_scale"] = alpha / rank
         layer.register_forward_hook(_add_product)
+
+
+def _named(layers: Sequence[tuple[str, nn.Linear]], target: str) -> list[nn.Linear]:
+    """The layers whose name, or the end of whose path, is ``target``."""
+    return [each for name, each in layers if f".{name}".endswith(f".{target}")]
 
 
 def _add_product(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             page_tokens=page_tokens,
             is_shared=shares_device,
-            num_media_bytes=MEDIA_BYTES if processor is not None else 0,
+            num_media_bytes=MEDIA_BYTES if processor is not None and on_gpu else 0,
         )
         scheduler = Scheduler(
             max_sequences=max_sequences,

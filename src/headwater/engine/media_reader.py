@@ -66,7 +66,10 @@ class MediaReader:
             processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES
         )
         self._uses_grid = uses_grid
-        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), "headwater-media")
+        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(num_threads, "headwater-media")
+        self._urgent = ThreadPoolExecutor(num_threads, "headwater-media-again")
+        """For pictures that were read and dropped before their turn: they do not wait behind new ones."""
         self._known: OrderedDict[str, tuple[MediaContent, Future[tuple[BlockShape, ...]]]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -93,10 +96,11 @@ class MediaReader:
 
     def read_all(self, contents: Sequence[MediaContent]) -> None:
         """Make the tensors of all contents, in parallel, unless they are still in memory."""
-        list(self._threads.map(self.processor.inputs, contents))
+        list(self._urgent.map(self.processor.inputs, contents))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._urgent):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _shapes_of(self, content: MediaContent, on_done: Callable[[], None]) -> Future[tuple[BlockShape, ...]]:
         with self._lock:

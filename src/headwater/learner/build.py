@@ -32,8 +32,18 @@ from headwater.models.load import (
     resolve_device,
     resolve_dtype,
 )
-from headwater.models.scored import REWARD_KEY, load_critic, load_critic_part, load_reward_model, load_reward_part
+from headwater.models.scored import (
+    CRITIC_KEY,
+    REWARD_KEY,
+    load_critic,
+    load_critic_part,
+    load_reward_model,
+    load_reward_part,
+)
 from headwater.models.sharded_load import ShardReader
+from headwater.models.vision import VisionProcessor
+
+_REFERENCE_KEY = "reference.path"
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,25 @@ class LearnerSpec:
     """The policy to start from: the model of the config, or a checkpoint's."""
     reference_path: str
     """The reference policy: ``reference.path``, the model of the config, or the result of a warm start."""
+
+
+_INPUT_BYTES = 2**30
+"""Main memory for pictures that the models of a learner have read. Beyond it, they are read again."""
+
+
+class _Processors:
+    """The processors of vision models. Roles with the same model share one, and with it what it has read."""
+
+    def __init__(self) -> None:
+        self._of_path: dict[str, VisionProcessor | None] = {}
+
+    def of(self, path: str, key: str = "model.path") -> VisionProcessor | None:
+        if path not in self._of_path:
+            made = load_processor(path, key=key)
+            if made is not None:
+                made = VisionProcessor(made.tokenizer, made.family, made.files, max_cache_bytes=_INPUT_BYTES)
+            self._of_path[path] = made
+        return self._of_path[path]
 
 
 LearnerBuilder = Callable[[LearnerSpec], Learner]
@@ -64,13 +93,14 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
     # Adapters are added to the model they were trained for; a checkpoint's model/ has them merged. Frozen weights are
     # those of that model, too: a checkpoint's model/ may be of a narrower number type (trainer.checkpoint_dtype).
     is_partial = config.lora.rank or config.learner.freeze
-    engine = _policy_engine(config, config.model.path if is_partial else spec.model_path)
+    processors = _Processors()
+    engine = _policy_engine(config, config.model.path if is_partial else spec.model_path, processors)
     return LocalLearner(
         config,
         Actor(engine, policy_loss, algorithm, loss_width=config.rollout.max_new_tokens, corrections=corrections),
         load_tokenizer(spec.model_path, chat_template=config.model.chat_template),
-        critic=_critic(config) if config.critic.enabled else None,
-        reference=_reference(config, engine, spec.reference_path) if uses_reference(config) else None,
+        critic=_critic(config, processors) if config.critic.enabled else None,
+        reference=_reference(config, engine, spec.reference_path, processors) if uses_reference(config) else None,
         reward_model=_reward_model(config) if config.reward.model else None,
     )
 
@@ -85,11 +115,11 @@ def _policy(config: Config, path: str, dtype: str) -> tuple[Any, ShardReader | N
     return load_model(path, dtype=dtype, device=config.model.device, seed=config.run.seed), None
 
 
-def _policy_engine(config: Config, path: str) -> TrainEngine:
+def _policy_engine(config: Config, path: str, processors: _Processors) -> TrainEngine:
     # Trained weights are float32 whatever the passes compute in: small updates would vanish in a narrower type.
     model, weights = _policy(config, path, config.model.dtype if config.lora.rank else "float32")
     freeze_parts(model, config.learner.freeze)
-    module = PolicyModule(model, config.rollout.temperature, load_processor(path))
+    module = PolicyModule(model, config.rollout.temperature, processors.of(path))
     if config.lora.rank:
         add_adapters(model, config.lora, seed=config.run.seed)
     if "vision" in config.learner.freeze and module.trains_vision:
@@ -109,7 +139,7 @@ def _policy_engine(config: Config, path: str) -> TrainEngine:
     )
 
 
-def _critic(config: Config) -> Critic:
+def _critic(config: Config, processors: _Processors) -> Critic:
     path = config.critic.path or config.model.path
     weights: ShardReader | None = None
     if Ranks.current().count > 1:
@@ -120,7 +150,7 @@ def _critic(config: Config) -> Critic:
         freeze_parts(model, config.learner.freeze)
     settings = critic_settings(config)
     engine = TrainEngine(
-        ValueModule(model, load_processor(path)),
+        ValueModule(model, processors.of(path, CRITIC_KEY)),
         settings,
         compute_dtype=resolve_dtype(config.model.dtype),
         device=resolve_device(config.model.device),
@@ -139,12 +169,12 @@ def critic_settings(config: Config) -> LearnerConfig:
     return replace(config.learner, learning_rate=config.critic.learning_rate, **own)
 
 
-def _reference(config: Config, policy: TrainEngine, path: str) -> ForwardEngine:
+def _reference(config: Config, policy: TrainEngine, path: str, processors: _Processors) -> ForwardEngine:
     if config.lora.rank and not config.reference.path:
         return policy
     path = config.reference.path or path
     model, weights = _policy(config, path, config.model.dtype)
-    module = PolicyModule(model.requires_grad_(False), config.rollout.temperature, load_processor(path))
+    module = PolicyModule(model.requires_grad_(False), config.rollout.temperature, processors.of(path, _REFERENCE_KEY))
     return _frozen(config, module, weights)
 
 

@@ -32,6 +32,7 @@ from headwater.learner.optimizer import CPU, Optimizer, Residency
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
 from headwater.learner.partition import minibatch_rows
+from headwater.learner.pictures_ahead import PicturesAhead
 from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard
 from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
@@ -154,6 +155,7 @@ class ForwardEngine:
     """
 
     _trains = False
+    _ahead: PicturesAhead | None = None
 
     def __init__(
         self,
@@ -178,6 +180,8 @@ class ForwardEngine:
             trains=self._trains,
             weights=weights,
         )
+        if module.processor is not None:
+            self._ahead = PicturesAhead(module.processor)
         self.residency, self.frozen = Residency(self.device), Residency(self.device)
         """Of the parameters that are trained, and of the others, whose copy in main memory stays valid."""
 
@@ -222,6 +226,11 @@ class ForwardEngine:
         """Whether anything is in main memory, or has not returned completely."""
         return self.residency.is_away or self.frozen.is_away
 
+    def close(self) -> None:
+        """End the threads that read pictures."""
+        if self._ahead is not None:
+            self._ahead.close()
+
     def _move(self, device: torch.device) -> None:
         for residency, parameters in self._parameters():
             if device == CPU:
@@ -241,15 +250,17 @@ class ForwardEngine:
         Ranks compute their layers together, so all make the same number of passes. A rank with too few rows repeats a
         pack whose results do not count.
         """
-        packs, num_packs = self._pack(rows, width, max_tokens, 1), 0
+        packs, num_packs, idle = self._pack(rows, width, max_tokens, 1), 0, idle_pack(width)
         # A rank that is asked for as many packs as another rank has may make even more.
         while (most := self.ranks.max(len(packs))) > num_packs:
             num_packs = most
             if rows and len(packs) < num_packs:
                 packs = self._pack(rows, width, max_tokens, num_packs)
-        for number in range(num_packs):
-            counts = number < len(packs)
-            yield (packs[number] if counts else packs[0] if packs else idle_pack(width)).to(self.device), counts
+        passes = [packs[number] if number < len(packs) else packs[0] if packs else idle for number in range(num_packs)]
+        for number, pack in enumerate(passes):
+            if self._ahead is not None:
+                self._ahead.read(pack, passes[number + 1] if number + 1 < num_packs else None)
+            yield pack.to(self.device), number < len(packs)
 
     def _rows(self, batch: DataProto, max_tokens: int, key: str) -> list[PackRow]:
         def read() -> list[PackRow]:

@@ -345,6 +345,8 @@ class LocalLearner:
             self._snapshots.close()
         if self._sender is not None:
             self._sender.close()
+        for engine in self._engines():
+            engine.close()
 
     @property
     def _is_first(self) -> bool:

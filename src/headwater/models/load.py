@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -41,8 +40,13 @@ from headwater.models.save import save_model
 from headwater.models.sharded_load import ShardReader, load_skeleton, matches, named_as_in
 from headwater.models.source import ModelSource, locate, resolve_model
 from headwater.models.vision.architecture import check_supported, is_vision
-from headwater.models.vision.families import vision_family
-from headwater.models.vision.files import read_legacy_template, read_processor_files, video_settings
+from headwater.models.vision.families import image_processor_class, image_processor_name, vision_family
+from headwater.models.vision.files import (
+    image_processor_type,
+    read_legacy_template,
+    read_processor_files,
+    video_settings,
+)
 from headwater.models.vision.processor import VisionProcessor
 
 __all__ = [
@@ -194,7 +198,7 @@ def load_processor(path: str, chat_template: str = "", *, key: str = "model.path
         made = tiny_vision.build_image_processor(config.model_type)
         image_processor, files = made.image_processor, made.files
     else:
-        image_processor, files = _read_image_processor(location, key)
+        image_processor, files = _read_image_processor(location, config.model_type, key)
     family = vision_family(config, image_processor, video_settings(files))
     tokenizer = load_tokenizer(path, key=key, chat_template=chat_template)
     if tokenizer.convert_tokens_to_ids(family.token("image")) != config.image_token_id:
@@ -205,14 +209,20 @@ def load_processor(path: str, chat_template: str = "", *, key: str = "model.path
     return VisionProcessor(tokenizer, family, files)
 
 
-def _read_image_processor(location: Path | str, key: str) -> tuple[Any, dict[str, str]]:
+def _read_image_processor(location: Path | str, model_type: str, key: str) -> tuple[Any, dict[str, str]]:
     try:
+        files = read_processor_files(location)
         with quiet():
-            # Always with Pillow, so that pictures do not depend on whether torchvision is installed.
-            made = AutoImageProcessor.from_pretrained(location, backend="pil")
-        return made, read_processor_files(location)
+            made = image_processor_class(model_type).from_pretrained(location)
     except Exception as error:  # its settings can be wrong in arbitrary ways
         raise _cannot_read(location, "image processor", error, key) from error
+    found, expected = image_processor_type(files), image_processor_name(model_type)
+    if found not in ("", expected):
+        raise ModelError(
+            f"{location}: image processors of type {found} are not supported for {model_type} models; "
+            f"use the model's own, which has the type {expected}"
+        )
+    return made, files
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:

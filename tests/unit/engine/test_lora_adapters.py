@@ -10,6 +10,8 @@ from headwater.config.load import load_config
 from headwater.config.schema import LoraConfig
 from headwater.core.errors import BaseMissing, ConfigError, WeightsError
 from headwater.core.protocols import WeightUpdate
+from headwater.engine.adapters import add_adapters as add_engine_adapters
+from headwater.engine.adapters import is_adapter
 from headwater.engine.runners import plain
 from headwater.learner.export import merged_weights, unmerged_parameters
 from headwater.learner.lora import add_adapters
@@ -72,6 +74,17 @@ def test_the_learners_adapters_have_the_engines_names_and_are_merged_alike():
         torch.testing.assert_close(weight, expected[name])
     everything = dict(unmerged_parameters(model, adapters_alone=False))
     assert everything.keys() == policy.unmerged_shapes(False).keys()
+
+
+def test_in_a_vision_model_both_sides_adapt_the_same_layers():
+    name = "tiny:qwen2_5_vl"
+    for targets in ((), ("o_proj", "qkv"), ("gate_proj",), ("model.visual.blocks.1.mlp.gate_proj",)):
+        ours, theirs = (load_model(name, dtype="float32", device="cpu", seed=1) for _ in range(2))
+        add_engine_adapters(ours, rank=2, alpha=4.0, targets=targets)
+        add_adapters(theirs, LoraConfig(rank=2, alpha=4.0, targets=targets))
+        adapted = {each for each, _ in ours.named_parameters() if is_adapter(each)}
+        assert adapted == {each for each, _ in unmerged_parameters(theirs, adapters_alone=True)}
+        assert any(".visual." in each for each in adapted) == any("qkv" in each or "visual" in each for each in targets)
 
 
 def test_settings_that_cannot_publish_adapters_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import parse
 from test_vision_models import NAMES, assembled_logits, model_of, picture, processor_of, question, video
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 
+from headwater.cli.export import _write_model as write_model
 from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
 from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
@@ -90,7 +94,9 @@ def test_tokens_and_tensors_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("num_frames", [4, 5])
 @torch.no_grad()
 def test_videos_have_the_tokens_and_positions_of_transformers(name: str, num_frames: int) -> None:
-    content, still = video(num_frames, 56, 60, frames_per_s=1.5), picture(56, 56)
+    # Versions before 5.19 round the seconds between two pairs of frames down.
+    rate = 1.5 if parse(transformers.__version__) >= parse("5.19") else 1.0
+    content, still = video(num_frames, 56, 60, frames_per_s=rate), picture(56, 56)
     processor, model = processor_of(name), model_of(name)
     text = "Look: <|vision_start|><|video_pad|><|vision_end|> or <|vision_start|><|image_pad|><|vision_end|>?"
     tokens, media = processor.encode(text, [still, content])
@@ -194,6 +200,10 @@ def test_a_saved_model_has_its_processor(name: str, tmp_path: Path) -> None:
     assert read.template.chat_template == processor.template.chat_template
 
 
+@pytest.mark.skipif(
+    find_spec("torchvision") is None and parse(transformers.__version__) < parse("5.19"),
+    reason="this version of transformers needs torchvision to load any image processor by AutoProcessor",
+)
 def test_transformers_reads_the_saved_processor(tmp_path: Path) -> None:
     # Those of the other models cannot be built without torchvision.
     processor = processor_of("idefics3")
@@ -260,3 +270,27 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = save_model(model_of("qwen2_5_vl"), load_tokenizer("tiny:qwen3"), tmp_path / "model", processor=processor)
     with pytest.raises(ModelError, match=r"<\|image_pad\|> is not token 514 \(image_token_id in config.json\)"):
         load_processor(str(folder))
+
+
+def test_an_image_processor_of_another_model_is_refused(tmp_path: Path) -> None:
+    processor = processor_of("smolvlm")
+    folder = save_model(model_of("smolvlm"), processor.tokenizer, tmp_path / "model", processor=processor)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    settings["image_processor_type"] = "CLIPImageProcessor"
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="of type CLIPImageProcessor are not supported for smolvlm models; use"):
+        load_processor(str(folder))
+
+
+def test_an_export_in_another_type_has_its_processor(tmp_path: Path) -> None:
+    processor = processor_of("qwen2_5_vl")
+    folder = save_model(model_of("qwen2_5_vl"), processor.tokenizer, tmp_path / "model", processor=processor)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    write_model(folder, exported, "bfloat16")
+    read = load_processor(str(exported))
+    assert read is not None
+    assert read.files == processor.files
+    weights = load_model(str(exported), dtype="float32", device="cpu", seed=0).state_dict()
+    for key, each in model_of("qwen2_5_vl").state_dict().items():
+        assert torch.equal(weights[key], each.to(torch.bfloat16).float()), key

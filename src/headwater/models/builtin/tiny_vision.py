@@ -108,14 +108,14 @@ def _tower(architecture: str, hidden_size: int) -> dict[str, Any]:
 
 def build_image_processor(architecture: str) -> TinyImageProcessor:
     """For Qwen, a picture of 56×56 pixels has 4 tokens and none has more than 16. For the others, one has 12 or 20."""
-    from transformers import Idefics3ImageProcessorPil, Qwen2VLImageProcessorPil, SmolVLMImageProcessorPil
-
+    from headwater.models.vision.families import image_processor_class
     from headwater.models.vision.files import files_of
 
+    processor_class = image_processor_class(architecture)
     if is_qwen(architecture):
         size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
         options = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": _PATCH_SIZE}
-        made = Qwen2VLImageProcessorPil(size=size, **options)
+        made = processor_class(size=size, **options)
         kind, videos = ("Qwen3VL", "Qwen3VL") if architecture == "qwen3_vl" else ("Qwen2_5_VL", "Qwen2VL")
         # Qwen3-VL limits the pixels of all frames together.
         num_frames = 16 if architecture == "qwen3_vl" else 1
@@ -123,7 +123,6 @@ def build_image_processor(architecture: str) -> TinyImageProcessor:
         video = {"video_processor_type": f"{videos}VideoProcessor", "size": limits, **options}
         return TinyImageProcessor(made, files_of(made, f"{kind}Processor", video))
     has_videos = architecture == "smolvlm"
-    processor_class = SmolVLMImageProcessorPil if has_videos else Idefics3ImageProcessorPil
     part = {"longest_edge": _PART_SIZE}
     made = processor_class(size={"longest_edge": 2 * _PART_SIZE}, max_image_size=part)
     video = {"video_processor_type": "SmolVLMVideoProcessor", "size": part, "max_image_size": part}

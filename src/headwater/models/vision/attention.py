@@ -1,7 +1,7 @@
-"""Attention of Qwen's vision towers, over all pictures and windows of a call at once.
+"""Attention of Qwen's vision towers, whose patches attend to those of the same window or frame.
 
-Transformers calls an attention function once for every window of every picture: thousands of small kernels in each
-layer. A function whose name contains ``flash`` is called once, with the ends of all windows.
+Unless flash attention is installed, the layers of transformers call an attention function once per window: thousands of
+small kernels for a few pictures. Here all windows are computed in one call on CUDA, and in one call per size elsewhere.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from transformers import AttentionInterface
 
 from headwater.models.packed_attention import varlen_attention
 
-NAME = "headwater_flash_vision"
+NAME = "headwater_flash_windows"
+"""The layers pass on where windows begin if the name contains ``flash``."""
+
+_TOWER = "visual"
 
 
-def use_tower_attention(model: Any) -> None:
-    """Make the vision tower of ``model`` use this attention, if it is one of Qwen's."""
-    tower = getattr(model.base_model, "visual", None)
-    if tower is not None:
-        AttentionInterface.register(NAME, _attend)
-        # Not by set_attn_implementation, which looks for the package flash-attn because of the name.
-        tower.config._attn_implementation = NAME
+def use_window_attention(model: Any) -> None:
+    """Make the vision tower of ``model`` compute all windows together. Other towers have no windows."""
+    AttentionInterface.register(NAME, _attend)
+    for tower in [each for name, each in model.named_modules() if name.rpartition(".")[2] == _TOWER]:
+        # transformers' own setter looks for the flash attention package.
+        tower.config._attn_implementation_internal = NAME
 
 
 def _attend(
@@ -39,28 +41,26 @@ def _attend(
     max_length_q: Any = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """``query``, ``key`` and ``value`` are ``[1, heads, patches, head dim]``. Every patch sees its whole window."""
+    # [1, heads, patches, head dim] → [patches, heads, head dim]
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    if cu_seq_lens_q is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        ends, longest = cu_seq_lens_q.to(torch.int32), int(max_length_q)
-        attend = varlen_attention()
-        output = attend(query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, -1))
-    else:
-        lengths = [len(query)] if cu_seq_lens_q is None else torch.diff(cu_seq_lens_q).tolist()
-        output = _equal_windows(query, key, value, lengths, scaling)
-    return output[None], None
+    if cu_seq_lens_q is None:
+        cu_seq_lens_q = torch.tensor([0, len(query)], device=query.device)
+    if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        starts, longest = cu_seq_lens_q.to(torch.int32), int(len(query) if max_length_q is None else max_length_q)
+        output: Tensor = varlen_attention()(query, key, value, starts, starts, longest, longest, scale=scaling)
+        return output[None], None
+    return _by_size(query, key, value, cu_seq_lens_q, scaling)[None], None
 
 
-def _equal_windows(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
-    """Windows of equal length that follow each other are computed together."""
-    outputs = []
-    start = first = 0
-    for number, length in enumerate(lengths):
-        if number + 1 < len(lengths) and lengths[number + 1] == length:
-            continue
-        count = number + 1 - first
-        end = start + count * length
-        q, k, v = (each[start:end].view(count, length, *each.shape[1:]).transpose(1, 2) for each in (query, key, value))
-        outputs.append(F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
-        start, first = end, number + 1
-    return torch.cat(outputs)
+def _by_size(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float) -> Tensor:
+    """Windows of the same size are computed together, without padding."""
+    sizes = starts.diff()
+    firsts = starts[:-1]
+    output = torch.empty_like(query)
+    for size in sorted(set(sizes.tolist())):
+        places = firsts[sizes == size, None] + torch.arange(size, device=query.device)
+        queries, keys, values = (each[places].transpose(1, 2) for each in (query, key, value))
+        attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+        output = output.index_put((places,), attended.transpose(1, 2))
+    return output

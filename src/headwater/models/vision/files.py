@@ -55,6 +55,14 @@ def video_settings(files: Mapping[str, str]) -> dict[str, Any]:
     return nested if isinstance(nested, dict) else _read(files, PREPROCESSOR)
 
 
+def image_processor_type(files: Mapping[str, str]) -> str:
+    """The type of the image processor without the suffix of a variant; empty if the files do not tell."""
+    nested = _read(files, PROCESSOR).get("image_processor")
+    settings = nested if isinstance(nested, dict) else _read(files, PREPROCESSOR)
+    found = settings.get("image_processor_type") or ""
+    return str(found).removesuffix("Fast").removesuffix("Pil")
+
+
 def _read(files: Mapping[str, str], name: str) -> dict[str, Any]:
     content = json.loads(files.get(name, "{}"))
     return content if isinstance(content, dict) else {}

@@ -20,7 +20,8 @@ from headwater.chat.render import encode_rendered
 from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
 from headwater.models.vision.family import BlockShape, VisionFamily
 
-DEFAULT_CACHE_BYTES = 256 * 2**20
+DEFAULT_CACHE_BYTES = 2**30
+"""About 100 pictures of 512 tokens of Qwen2.5-VL. It must hold those of two passes of the learner, which reads ahead."""
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
 
 

@@ -109,5 +109,9 @@ class QwenFamily:
         pixels = torch.cat([each[name] for each, (name, _) in zip(inputs, names, strict=True)])
         grids = torch.cat([each[name] for each, (_, name) in zip(inputs, names, strict=True)])
         output = model.get_image_features(pixels, grids, return_dict=True)
-        deep = zip(*output.deepstack_features, strict=True) if self._has_timestamps else [()] * len(inputs)
-        return [MediaFeatures(*made) for made in zip(output.pooler_output, map(tuple, deep), strict=True)]
+        embeddings = list(output.pooler_output)
+        sizes = [len(each) for each in embeddings]
+        layers = output.deepstack_features if self._has_timestamps else []
+        # Older versions of transformers do not divide these among the pictures.
+        divided = [torch.split(each, sizes) if isinstance(each, Tensor) else each for each in layers]
+        return [MediaFeatures(each, tuple(layer[index] for layer in divided)) for index, each in enumerate(embeddings)]

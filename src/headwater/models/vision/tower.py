@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from headwater.core.media import MediaContent
-from headwater.models.vision.attention import use_tower_attention
+from headwater.models.vision.attention import use_window_attention
 from headwater.models.vision.family import MediaFeatures
 from headwater.models.vision.processor import VisionProcessor
 
@@ -18,9 +18,9 @@ class VisionTower:
     """
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
+        use_window_attention(model)
         self._model = model
         self._processor = processor
-        use_tower_attention(model)
 
     def __call__(self, contents: Sequence[MediaContent]) -> list[MediaFeatures]:
         """The features of each content, from one call of the model's tower. Equal contents are computed once."""
