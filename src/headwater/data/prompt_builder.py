@@ -41,8 +41,10 @@ class PromptBuilder:
     tools: ToolsOfRow | None = None
     """The tools that a row offers to the model; None if the run has none. Worker processes receive a copy."""
     cache: MediaCache = field(default_factory=MediaCache, compare=False, repr=False)
+    media_settings: MediaSettings = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "media_settings", MediaSettings.of(self.config))
         if self.tools is not None and "tools" in self.config.chat_template_args:
             raise DataError(
                 "data.chat_template_args.tools: the tools of the run (tools.use, tools.config) are passed to the chat "
@@ -140,10 +142,9 @@ class PromptBuilder:
             raise DataError(
                 f"{where}: the model takes only text; use a vision model in model.path, or remove the images and videos"
             )
-        settings = MediaSettings.of(self.config)
         loaders = {"image": load_image, "video": load_video}
         contents = [
-            loaders[kind](value, where, placed.folder, settings, self.cache)
+            loaders[kind](value, where, placed.folder, self.media_settings, self.cache)
             for kind in keys
             for value, where in values[kind]
         ]

@@ -70,6 +70,11 @@ CLASHES = [
         "data.num_filter_workers = 4",
         ["data.truncation = left", "set it back to 0"],
     ),
+    (
+        ["data.min_image_pixels=2000", "data.max_image_pixels=1000"],
+        "data.min_image_pixels = 2000",
+        ["data.max_image_pixels = 1000", "use at most 1000"],
+    ),
     (["data.num_train_rows=31"], "data.num_train_rows = 31", ["trainer.num_prompts_per_step = 32"]),
     (["model.dtype=float16", "model.device=cpu"], "model.dtype = 'float16'", ["slower than float32", "model.device"]),
     (["learner.loss_scale=1024"], "learner.loss_scale = 1024", ["nothing reads this", "model.dtype=float16"]),

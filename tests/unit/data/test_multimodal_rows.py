@@ -185,9 +185,7 @@ def test_images_without_a_processor(tokenizer):
 
 def test_the_models_own_placeholder_in_a_text(tokenizer, processor):
     rows = [{"prompt": "What is <|image_pad|><image>?", "images": [picture("red")]}]
-    with pytest.raises(
-        DataError, match=r"row 0: the processor refuses the row .*2 placeholders <.image_pad.> for 1 im"
-    ):
+    with pytest.raises(DataError, match=r"row 0: the processor refuses the row .*2 placeholders <.image_pad.> for 1"):
         build(rows, tokenizer, processor)
 
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_converted_exactly_is_refused_by_name():
     ):
         data = encoded(Image.new(mode, (9, 9)), file_format)
         with pytest.raises(
-            DataError, match=f"here: pictures of mode {mode}.* cannot be converted exactly; save it in RGB"
+            DataError, match=rf"here: pictures of mode {mode}.* cannot be converted exactly; save it in RGB"
         ):
             encode_picture(data, "here", LIMITS)
 
@@ -143,7 +143,7 @@ def test_unreadable_files():
         png_header(9, 9),
         png_header(0, 9),
     ):
-        with pytest.raises(DataError, match="here: .*remove"):
+        with pytest.raises(DataError, match=r"here: .*remove"):
             encode_picture(data, "here", LIMITS)
     for data in whole.values():
         with pytest.raises(DataError, match="here: not a readable image"):
@@ -156,7 +156,7 @@ def test_unreadable_files():
 
 def test_an_animation_is_not_an_image():
     data = encoded(half_red(), "GIF", save_all=True, append_images=[Image.new("RGB", (40, 20), "lime")])
-    with pytest.raises(DataError, match="here: the file has 2 frames; give it as a video, or save one frame"):
+    with pytest.raises(DataError, match=r"here: the file has 2 frames; give it as a video, or save one frame"):
         encode_picture(data, "here", LIMITS)
 
 
@@ -187,6 +187,6 @@ def test_a_server_reads_no_files(tmp_path):
     path.write_bytes(encoded(half_red(), "PNG"))
     for value in (str(path), path.as_uri(), {"path": str(path)}):
         with pytest.raises(
-            DataError, match="here: .*a.png' is not read from the disk of this machine; send a data URL"
+            DataError, match=r"here: .*a.png' is not read from the disk of this machine; send a data URL"
         ):
             load_image(value, "here", None, MediaSettings(allow_files=False))

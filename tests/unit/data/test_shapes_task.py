@@ -89,7 +89,7 @@ def test_wrong_options():
         ({"max_shapes": 5}, "max_shapes = 5: must be at most 4"),
         ({"cell_pixels": 2}, "cell_pixels = 2: must be a whole number >= 8"),
         ({"blank": 1}, "blank = 1: must be true or false"),
-        ({"demonstrations": "none"}, "demonstrations = 'none': must be one of right, any_answer"),
+        ({"demonstrations": "none"}, "demonstrations = 'none': must be one of right, half_right, any_answer"),
     ):
         with pytest.raises(DataError, match=message):
             shapes("train", 4, 0, **options)

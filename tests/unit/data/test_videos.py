@@ -98,7 +98,7 @@ def test_files_need_a_decoder(tmp_path, monkeypatch):
     path.write_bytes(b"\x00\x00\x00\x18ftypmp42" + bytes(100))
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(
-        DataError, match="here: reading a video from a file needs PyAV; pip install av, or give .* frames"
+        DataError, match=r"here: reading a video from a file needs PyAV; pip install av, or give .* frames"
     ):
         load_video(str(path), "here", None)
 
@@ -128,5 +128,5 @@ def test_bad_videos():
         load_video({"frames": [png("red")], "nframes": 3}, "here", None)
     with pytest.raises(DataError, match="here: not a readable image"):
         load_video(animation(["red", "blue"], 500)[:-30], "here", None)
-    with pytest.raises(DataError, match="'https://host/a.mp4' is not read over the network"):
+    with pytest.raises(DataError, match=r"'https://host/a.mp4' is not read over the network"):
         load_video("https://host/a.mp4", "here", None)
