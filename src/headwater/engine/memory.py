@@ -189,7 +189,8 @@ class DeviceMemory:
             if tag not in self._asleep and not (tag == "weights" and self._weights.is_discarded):
                 self._give_back(tag)
                 self._asleep.add(tag)
-        if self._device.type == "cuda" and not all(self._keeps_address(tag) for tag in tags):
+        all_keep = all(self._keeps_address(tag) for tag in tags)
+        if self._device.type == "cuda" and (not all_keep or loop.runner.media is not None):
             torch.cuda.empty_cache()
 
     def discard_weights(self) -> None:
@@ -197,6 +198,7 @@ class DeviceMemory:
         loop = self._loop
         loop.interrupt()
         loop.scheduler.pool.forget()
+        loop.runner.forget_media()
         loop.runner.synchronize()
         self._weights.discard()
         loop.needs_weights = True

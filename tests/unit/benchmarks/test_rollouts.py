@@ -120,3 +120,15 @@ def test_the_floor_counts_what_must_be_read_and_multiplied(script, tied):
     expected = 8 * 6 / (2 * body * 2 * 10 / 1e12 + 6 * step_s)
     case = throughput.Case(sequences=8, new_tokens=6)
     assert throughput.floor_tokens_per_s(model, case, 2, 10, ceilings) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_prompts_with_pictures_are_compared_with_prompts_of_text(record_of):
+    record = record_of(
+        "vision_throughput", "--sequences", "4", "--samples", "1", "2", "--new-tokens", "4", "--runs", "1"
+    )
+    assert [each["samples_per_prompt"] for each in record["results"]] == [1, 2]
+    for each in record["results"]:
+        assert each["prompt_tokens"] == 16 + 64
+        assert each["vllm_tokens_per_s"] is None
+        assert min(each["media_tokens_per_s"], each["text_tokens_per_s"], each["reading_s"], each["tower_s"]) > 0
