@@ -142,7 +142,10 @@ def _write_adapter(checkpoint: Path, config: Config, target: Path, dtype: str | 
     chosen = {name: getattr(torch, dtype) if dtype else each.dtype for name, each in tensors.items()}
     shapes = {name: tuple(each.shape) for name, each in tensors.items()}
     write_safetensors(target / "adapter_model.safetensors", shapes, chosen, tensors.items())
-    layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})
+    paths = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in tensors}
+    # In a vision model, layers of the tower have the same names, so peft needs whole paths.
+    has_tower = "vision_config" in json.loads((checkpoint / "model" / "config.json").read_text(encoding="utf-8"))
+    layers = sorted(paths if has_tower else {path.rpartition(".")[2] for path in paths})
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

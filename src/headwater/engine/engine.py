@@ -37,7 +37,7 @@ from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
-from headwater.engine.media import CACHE_BYTES, MEDIA_BYTES, MediaEncoder
+from headwater.engine.media import CACHE_BYTES, GPU_MEDIA_BYTES, MediaEncoder
 from headwater.engine.media_reader import MediaReader
 from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage
 from headwater.engine.model_spec import ModelSpec
@@ -133,7 +133,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             page_tokens=page_tokens,
             is_shared=shares_device,
-            num_media_bytes=MEDIA_BYTES if processor is not None and on_gpu else 0,
+            num_media_bytes=GPU_MEDIA_BYTES if processor is not None and on_gpu else 0,
         )
         scheduler = Scheduler(
             max_sequences=max_sequences,

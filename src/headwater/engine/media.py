@@ -23,11 +23,12 @@ from headwater.models.vision import MediaFeatures, VisionTower
 
 CACHE_BYTES = 512 * 2**20
 """Size limit of the cache. The features of one batch are kept in any case."""
-_MAX_TOWER_BYTES = 64 * 2**20
-"""Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger."""
-MEDIA_BYTES = CACHE_BYTES + 24 * _MAX_TOWER_BYTES
-"""Device memory to leave for media: the cache, and the pass of a tower over one batch. A layer of Qwen2.5-VL's tower
-holds about ten times as many values per patch as the patch has pixels, in half as many bytes each."""
+_CPU_TOWER_BYTES, _GPU_TOWER_BYTES = 32 * 2**20, 256 * 2**20
+"""Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger. On a GPU
+these are the pictures of one batch of prompts: about 27 of 512 tokens."""
+GPU_MEDIA_BYTES = CACHE_BYTES + 12 * _GPU_TOWER_BYTES
+"""Device memory to leave for media: the cache, and the pass of a tower over one batch. In half precision, a layer of
+Qwen2.5-VL's tower needs about nine times the bytes of the pictures, which are float32."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class MediaEncoder:
         self._dtype: torch.dtype = model.dtype
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self._one_by_one = deterministic
+        self._max_tower_bytes = _GPU_TOWER_BYTES if self._device.type == "cuda" else _CPU_TOWER_BYTES
         self.cache = FeatureCache(max_bytes)
 
     def forget(self) -> None:
@@ -142,7 +144,7 @@ class MediaEncoder:
         num_bytes = 0
         for content in contents:
             own = sum(each.nbytes for each in self._reader.processor.inputs(content).values())
-            if not batches or self._one_by_one or num_bytes + own > _MAX_TOWER_BYTES:
+            if not batches or self._one_by_one or num_bytes + own > self._max_tower_bytes:
                 batches.append([])
                 num_bytes = 0
             batches[-1].append(content)

@@ -101,7 +101,7 @@ class VarlenAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         if self._key_places is not None:
             key, value = gather_rows(key, self._key_places), gather_rows(value, self._key_places)
-        output = varlen_attention()(
+        output = _varlen_attention()(
             query,
             key,
             value,
@@ -117,8 +117,8 @@ class VarlenAttention:
 
 
 @cache
-def varlen_attention() -> Callable[..., Any]:
-    """Torch's kernel for half precision on CUDA, with grouped-query attention."""
+def _varlen_attention() -> Callable[..., Any]:
+    """Torch's kernel with grouped-query attention."""
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build of torch
 
     # torch 2.11 has no such argument and supports grouped queries by default.

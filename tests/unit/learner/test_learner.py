@@ -144,6 +144,8 @@ def test_weights_with_other_names_than_the_model_s_are_collected_in_main_memory(
             return torch.ones(2)
 
     class Converted:
+        config = object()
+
         def save_pretrained(self, folder, state_dict=None):
             saved.update(state_dict or {})
             (folder / "config.json").write_text("{}")

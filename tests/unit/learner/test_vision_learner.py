@@ -78,14 +78,15 @@ def test_media_after_the_last_trained_token_are_not_computed():
     ("name", "share_prompts", "max_tokens"),
     [
         ("tiny:qwen2_5_vl", True, 10_000),
-        ("tiny:qwen2_5_vl", False, 80),
+        pytest.param("tiny:qwen2_5_vl", False, 80, marks=pytest.mark.slow),
         ("tiny:qwen3_vl", True, 120),
-        ("tiny:smolvlm", True, 200),
+        pytest.param("tiny:smolvlm", True, 200, marks=pytest.mark.slow),
+        pytest.param("tiny:idefics3", False, 200, marks=pytest.mark.slow),
     ],
 )
 def test_packed_logprobs_and_gradients_are_those_of_transformers(name, share_prompts, max_tokens):
     samples = rows(name)
-    if name != "tiny:smolvlm":
+    if "qwen" in name:
         samples += pictures.group(6, [VIDEO], 2, name=name)
     data = pad_trajectories(samples, 0)
     mask = data.batch["response_mask"]

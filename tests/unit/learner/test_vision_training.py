@@ -80,7 +80,9 @@ def test_supervised_updates_learn_to_name_a_picture():
     samples = [answered(ONE, 20), answered(TWO, 30)]
     assert samples[0].tokens[:-1] == samples[1].tokens[:-1]
     data = pad_trajectories(samples, 0)
-    losses = [learner.supervise(data)["loss"] for _ in range(40)]
+    losses = [learner.supervise(data)["loss"]]
+    while losses[-1] > 0.1 and len(losses) < 60:
+        losses.append(learner.supervise(data)["loss"])
     assert losses[0] > 2.0
     assert losses[-1] < 0.1, "guessing between two answers costs 0.69"
 
@@ -128,7 +130,14 @@ def test_a_text_model_refuses_pictures():
         learner.compute(experience(), ["logprobs"])
 
 
-@pytest.mark.parametrize("settings", [(), ("learner.freeze=[vision]", "trainer.checkpoint_dtype=bfloat16")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(("lora.rank=4",), marks=pytest.mark.slow),
+        ("learner.freeze=[vision]", "trainer.checkpoint_dtype=bfloat16"),
+    ],
+)
 def test_a_resumed_learner_continues_to_the_bit(tmp_path, settings):
     learner, data = learner_of(*settings), experience()
     learner.update(data)

@@ -6,14 +6,13 @@ small kernels for a few pictures. Here all windows are computed in one call on C
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
-
-from headwater.models.packed_attention import varlen_attention
 
 NAME = "headwater_flash_windows"
 """The layers pass on where windows begin if the name contains ``flash``."""
@@ -37,18 +36,18 @@ def _attend(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: Any = None,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
     # [1, heads, patches, head dim] → [patches, heads, head dim]
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
-    if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.tensor([0, len(query)], device=query.device)
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
         query, key = query.to(value.dtype), key.to(value.dtype)
-        starts, longest = cu_seq_lens_q.to(torch.int32), int(len(query) if max_length_q is None else max_length_q)
-        output: Tensor = varlen_attention()(query, key, value, starts, starts, longest, longest, scale=scaling)
+        starts = cu_seq_lens_q.to(torch.int32)
+        output: Tensor = _varlen_attention()(
+            query, key, value, starts, starts, int(max_length_q), int(max_length_q), scale=scaling
+        )
         return output[None], None
     return _by_size(query, key, value, cu_seq_lens_q, scaling)[None], None
 
@@ -64,3 +63,10 @@ def _by_size(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: f
         attended = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
         output = output.index_put((places,), attended.transpose(1, 2))
     return output
+
+
+@cache
+def _varlen_attention() -> Any:
+    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build of torch
+
+    return varlen_attn

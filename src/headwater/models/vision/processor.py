@@ -21,7 +21,7 @@ from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, Pla
 from headwater.models.vision.family import BlockShape, VisionFamily
 
 DEFAULT_CACHE_BYTES = 2**30
-"""About 100 pictures of 512 tokens of Qwen2.5-VL. It must hold those of two passes of the learner, which reads ahead."""
+"""About 100 pictures of 512 tokens of Qwen2.5-VL. The learner reads ahead, so those of two of its passes must fit."""
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
 
 

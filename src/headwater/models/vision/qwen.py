@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headwater.core.media import MediaContent, MediaKind
 from headwater.models.vision.family import BlockShape, MediaFeatures
-from headwater.models.vision.frames import fitted_size, frame_rate, grouped_patches, size_of
+from headwater.models.vision.frames import PatchMaker, fitted_size, frame_rate, size_of
 
 _TOKENS: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 _TENSORS: dict[MediaKind, tuple[str, str]] = {
@@ -35,13 +35,15 @@ class QwenFamily:
         self._merge_size = int(vision.spatial_merge_size)
         self._has_timestamps = config.model_type == "qwen3_vl"
         self._tokens_per_s = 0 if self._has_timestamps else int(vision.tokens_per_second)
+        self._group = int(image_processor.temporal_patch_size)
         self._factor = int(image_processor.patch_size) * self._merge_size
         # What the video processors of transformers use for a model without settings.
         default = {"shortest_edge": 128 * self._factor**2, "longest_edge": 768 * self._factor**2}
         size = {**default, **(video_settings.get("size") or {})}
         self._min_video_pixels = int(video_settings.get("min_pixels") or size["shortest_edge"])
         self._max_video_pixels = int(video_settings.get("max_pixels") or size["longest_edge"])
-        self._video_options = {key: video_settings[key] for key in ("image_mean", "image_std") if key in video_settings}
+        of_videos = {key: video_settings[key] for key in ("image_mean", "image_std") if key in video_settings}
+        self._patches = {"image": PatchMaker(image_processor), "video": PatchMaker(image_processor, **of_videos)}
 
     def placeholder(self, kind: MediaKind) -> str:
         return _TOKENS[kind]
@@ -57,7 +59,7 @@ class QwenFamily:
         height, width = (side // self._factor for side in self._size(content))
         if content.kind == "image":
             return [BlockShape(height * width, (1, height, width))]
-        group = int(self.image_processor.temporal_patch_size)
+        group = self._group
         num_groups = -(-len(content.frames) // group)
         if not self._has_timestamps:
             grid = (num_groups, height, width)
@@ -70,17 +72,10 @@ class QwenFamily:
         return pieces
 
     def inputs(self, content: MediaContent) -> dict[str, Tensor]:
-        if content.kind == "image":
-            return dict(self.image_processor(content.images(), return_tensors="pt"))
-        height, width = self._size(content)
-        frames = content.images()
-        pixels, num_groups = grouped_patches(self.image_processor, frames, (height, width), **self._video_options)
-        patch = int(self.image_processor.patch_size)
-        grid = torch.tensor([[num_groups, height // patch, width // patch]])
-        made = dict(zip(_TENSORS["video"], (pixels, grid), strict=True))
-        if not self._has_timestamps:
-            group = int(self.image_processor.temporal_patch_size)
-            made["second_per_grid_ts"] = torch.tensor([group / frame_rate(content)])
+        pixels, grid = self._patches[content.kind](content.images(), self._size(content))
+        made = dict(zip(_TENSORS[content.kind], (pixels, torch.tensor([grid])), strict=True))
+        if content.kind == "video" and not self._has_timestamps:
+            made["second_per_grid_ts"] = torch.tensor([self._group / frame_rate(content)])
         return made
 
     def _size(self, content: MediaContent) -> tuple[int, int]:
@@ -90,7 +85,7 @@ class QwenFamily:
             low, high = limits["shortest_edge"], limits["longest_edge"]
             return fitted_size(size_of(content), factor=self._factor, min_pixels=low, max_pixels=high)
         # Qwen3-VL limits the pixels of a video, Qwen2.5-VL those of each frame.
-        frames = {"num_frames": len(content.frames), "group": int(self.image_processor.temporal_patch_size)}
+        frames = {"num_frames": len(content.frames), "group": self._group}
         return fitted_size(
             size_of(content),
             factor=self._factor,

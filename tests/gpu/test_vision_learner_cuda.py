@@ -1,0 +1,114 @@
+"""Training a vision model on a CUDA device: the numbers of a CPU, the kernel of the tower, and offloading."""
+
+from __future__ import annotations
+
+import pictures
+import pytest
+import torch
+from learner.test_vision_learner import rows
+
+from headwater.algorithms.policy_losses.ppo import ppo
+from headwater.config.schema import AlgorithmConfig, LearnerConfig
+from headwater.core.data_proto import DataProto
+from headwater.learner.actor import Actor
+from headwater.learner.engine import TrainEngine
+from headwater.learner.export import merged_weights
+from headwater.learner.freeze import freeze_parts, vision_modules
+from headwater.learner.packed_module import PolicyModule
+from headwater.models.load import load_model
+from headwater.models.vision import VisionTower
+from headwater.models.vision.attention import NAME
+from headwater.rollout.group import pad_trajectories
+
+CUDA = torch.device("cuda")
+NAMES = ["tiny:qwen2_5_vl", "tiny:qwen3_vl", "tiny:smolvlm"]
+
+
+def actor(name: str, device: str, dtype: torch.dtype = torch.float32, **settings) -> Actor:
+    model = load_model(name, dtype="float32", device=device, seed=0)
+    freeze_parts(model, settings.get("freeze", ()))
+    config = LearnerConfig(learning_rate=1e-3, skip_zero_advantages=False, max_tokens_per_microbatch=256, **settings)
+    engine = TrainEngine(PolicyModule(model, 1.0, pictures.processor(name)), config, compute_dtype=dtype)
+    return Actor(engine, ppo, AlgorithmConfig(), loss_width=24)
+
+
+def experience(name: str) -> DataProto:
+    data = pad_trajectories(rows(name), 0)
+    advantages = torch.randn(len(data), 1, generator=torch.Generator().manual_seed(0)) * data.batch["response_mask"]
+    return data.with_columns(tensors={"old_logprobs": data.batch["rollout_logprobs"], "advantages": advantages})
+
+
+def weights(learner: Actor) -> dict[str, torch.Tensor]:
+    return {name: each.float().cpu().clone() for name, each in merged_weights(learner.engine.module.model)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float32_logprobs_are_those_of_transformers(name):
+    data = experience(name)
+    width = data.batch["response_mask"].shape[1]
+    with torch.no_grad():
+        expected = pictures.plain_logprobs(rows(name), width, pictures.model(name), name)
+    computed = actor(name, "cuda").engine.compute(data)["logprobs"]
+    torch.testing.assert_close(computed, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_on_the_gpu_is_the_step_on_the_cpu(name):
+    gpu, cpu, data = actor(name, "cuda"), actor(name, "cpu"), experience(name)
+    ours, theirs = gpu.update(data), cpu.update(data)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-2)
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-2, abs=1e-4)
+    after, expected = weights(gpu), weights(cpu)
+    for key, tensor in expected.items():
+        # AdamW's first step has the size of the learning rate, also where rounding decides its direction.
+        differs = (after[key] - tensor).abs() > 2e-4
+        assert differs.float().mean() < 0.05, key
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_the_kernel_of_the_tower_attends_as_the_plain_way_does(name):
+    contents = [pictures.picture(1, 112, 112), pictures.picture(2, 84, 140), pictures.picture(3), pictures.video(4)]
+    results = []
+    for way in (NAME, "sdpa"):
+        model = load_model(name, dtype="bfloat16", device="cuda", seed=0)
+        tower = VisionTower(model, pictures.processor(name))
+        model.model.visual.config._attn_implementation = way
+        features = torch.cat([part for each in tower(contents) for part in (each.embeddings, *each.deep)])
+        features.float().square().mean().backward()
+        grads = [each.grad.float() for part in vision_modules(model) for each in part.parameters()]
+        results.append((features.float().detach(), grads))
+    (ours, our_grads), (plain, plain_grads) = results
+    torch.testing.assert_close(ours, plain, atol=0.1, rtol=0.1)
+    for one, other in zip(our_grads, plain_grads, strict=True):
+        assert (one - other).norm() <= 0.1 * other.norm() + 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"freeze": ("vision",)}, {"checkpoint_activations": True}, {"convert_at_once": False}]
+)
+def test_steps_in_bfloat16(settings):
+    name = NAMES[0]
+    learner, data = actor(name, "cuda", torch.bfloat16, **settings), experience(name)
+    exact = actor(name, "cpu").engine.compute(data)["logprobs"]
+    computed = learner.engine.compute(data)["logprobs"]
+    assert (computed - exact).abs().max() < 0.3
+    before = weights(learner)
+    stats = [learner.update(data) for _ in range(3)]
+    assert all(each["skipped_steps"] == 0 for each in stats)
+    after = weights(learner)
+    of_tower = {key for key in before if ".visual." in key}
+    unchanged = {key for key in before if torch.equal(before[key], after[key])}
+    assert unchanged == (of_tower if settings.get("freeze") else set())
+
+
+def test_a_learner_with_a_frozen_tower_leaves_the_device_and_returns():
+    name = NAMES[0]
+    learner, data = actor(name, "cuda", torch.bfloat16, freeze=("vision",)), experience(name)
+    learner.update(data)
+    before, values = weights(learner), learner.engine.compute(data)["logprobs"]
+    allocated = torch.cuda.memory_allocated()
+    learner.engine.offload()
+    assert torch.cuda.memory_allocated() < 0.5 * allocated
+    learner.engine.onload()
+    torch.testing.assert_close(learner.engine.compute(data)["logprobs"], values)
+    assert all(torch.equal(each, before[key]) for key, each in weights(learner).items())
