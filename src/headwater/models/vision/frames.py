@@ -65,6 +65,8 @@ class PatchMaker:
 
     def __init__(self, image_processor: Any, **options: Any) -> None:
         """``options`` are settings that differ from those of the image processor."""
+        from PIL import Image  # only vision models need it
+
         self.group = int(image_processor.temporal_patch_size)
         self._patch, self._merge = int(image_processor.patch_size), int(image_processor.merge_size)
         self._resample = image_processor.resample
