@@ -73,6 +73,11 @@ def test_the_judge_of_the_rewards_page_is_a_valid_recipe(folder, capsys):
     assert main(["config", "sums.yaml", "graded.yaml", "--plain"]) == 0, capsys.readouterr().err
 
 
+def test_geometry3k_of_the_data_page_is_a_valid_recipe(folder, capsys):
+    assert "geometry3k.yaml" in write_files(TEXT, folder)
+    assert main(["config", "geometry3k.yaml", "--plain"]) == 0, capsys.readouterr().err
+
+
 def test_the_settings_of_the_rewards_page_exist():
     named = re.findall(r"`((?:reward|rollout|trainer|data|algorithm)\.[a-z_]+)[`:]", REWARDS)
     for key in {*named} - {"reward.py"}:

@@ -8,6 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from command import CUT_DOWN, metrics, train_here
 
+from headwater.data.tasks.shapes import shapes
+
 RECIPE = "vision-quickstart"
 STALE = ["rollout.max_staleness=2", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
 GUESS = 0.25
@@ -24,15 +26,21 @@ def held_out(run):
 
 
 @pytest.mark.timeout(600)
-def test_every_prompt_of_a_run_has_its_picture(tmp_path):
-    run = run_recipe(tmp_path, "short", *CUT_DOWN, "rollout.max_staleness=1")
+def test_engine_and_learner_see_the_picture_of_every_prompt(tmp_path):
+    run = run_recipe(tmp_path, "short", *CUT_DOWN)
+    drawn = {}
+    for row in shapes("train", 50, 0, questions=["color"], max_shapes=1, demonstrations="half_right"):
+        drawn[row["extra_info"]["index"]] = row["images"][0]["bytes"]
     rows = pq.read_table(run / "rollouts" / "step_000002.parquet").to_pylist()
     assert len(rows) == 8
     for row in rows:
-        (part, text) = json.loads(row["messages"])[0]["content"]
-        assert part["type"] == "image"
-        assert text["text"].endswith("?")
-    assert all(each["loss/mean"] == each["loss/mean"] for each in metrics(run, "train"))
+        (item,) = json.loads(row["media"])
+        (file,) = item["files"]
+        assert (run / "media" / file).read_bytes() == drawn[int(row["uid"].rpartition("/")[2])]
+        assert sum(block["length"] for block in item["blocks"]) == 4
+    for each in metrics(run, "train"):
+        assert each["rollout_gap/logprob_abs_max"] < 1e-3
+        assert each["actor/grad_norm"] > 0
 
 
 @pytest.mark.slow

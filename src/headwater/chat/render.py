@@ -61,6 +61,8 @@ def render_chat(
     Raises ``ChatError`` with the cause. The caller adds which messages these are and how to fix them.
     """
     arguments = {"add_generation_prompt": add_generation_prompt, **(template_args or {}), "tokenize": False}
+    if _needs_parts(owner):
+        messages = [_with_parts(message) for message in messages]
     try:
         return str(owner.apply_chat_template([dict(message) for message in messages], **arguments))
     except _REFUSALS as error:
@@ -71,6 +73,34 @@ def render_chat(
             with suppress(*_REFUSALS):
                 return str(owner.apply_chat_template([_with_text_arguments(each) for each in messages], **arguments))
         raise ChatError(f"{type(error).__name__}: {error}", has_template=True) from error
+
+
+_PROBE = "probe"
+_parts_needed: dict[str, bool] = {}
+"""By the text of the chat template."""
+
+
+def _needs_parts(owner: ChatTemplateOwner) -> bool:
+    """Whether a template, such as SmolVLM's, leaves out a content that is text, and shows a list of parts."""
+    template = getattr(owner, "chat_template", None)
+    if not isinstance(template, str):
+        return False
+    if template not in _parts_needed:
+        message = {"role": "user", "content": _PROBE}
+        _parts_needed[template] = not _shows_probe(owner, message) and _shows_probe(owner, _with_parts(message))
+    return _parts_needed[template]
+
+
+def _shows_probe(owner: ChatTemplateOwner, message: Mapping[str, Any]) -> bool:
+    try:
+        return _PROBE in str(owner.apply_chat_template([dict(message)], tokenize=False))
+    except _REFUSALS:
+        return False
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _decode_with_av(data: bytes, where: str, rate: FrameRate) -> tuple[list[Imag
         import av
     except ImportError as error:
         raise DataError(
-            f"{where}: reading a video from a file needs PyAV; pip install av, or give the video as a list of frames"
+            f"{where}: reading a video from a file needs PyAV; pip install headwater[video], or give a list of frames"
         ) from error
     try:
         times = _frame_times(av, data)

@@ -98,7 +98,7 @@ def test_files_need_a_decoder(tmp_path, monkeypatch):
     path.write_bytes(b"\x00\x00\x00\x18ftypmp42" + bytes(100))
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(
-        DataError, match=r"here: reading a video from a file needs PyAV; pip install av, or give .* frames"
+        DataError, match=r"here: reading a video from a file needs PyAV; pip install headwater.video., or give"
     ):
         load_video(str(path), "here", None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import itertools
 
 import numpy as np
@@ -11,10 +12,12 @@ import pytest
 from workflows import pictures
 from workflows.pictures import answer, content, encode, episode_of, picture, png, processor, prompt
 
-from headwater.chat.render import render_chat
+from headwater.chat.next_turn import next_turn
+from headwater.chat.render import MODEL_TURN, render_chat
 from headwater.core.errors import RolloutFailed
 from headwater.core.media import identity_tokens, rotary_positions
 from headwater.data.media import load_image
+from headwater.models.load import load_processor
 
 
 def data_url(color: str) -> dict:
@@ -132,3 +135,35 @@ def test_a_text_model_refuses_images():
     asyncio.run(plain.reply())
     with pytest.raises(RolloutFailed, match=r"tell\(\) was given message parts of type image_url, which the model"):
         plain.tell(told(data_url("blue")))
+
+
+SMOLVLM = (
+    "{% for message in messages %}{{message['role'] | capitalize}}{% if message['content'][0]['type'] == 'image' %}"
+    "{{':'}}{% else %}{{': '}}{% endif %}{% for line in message['content'] %}{% if line['type'] == 'text' %}"
+    "{{line['text']}}{% elif line['type'] == 'image' %}{{ '<|image_pad|>' }}{% endif %}{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+def test_a_template_that_knows_only_parts_shows_texts_too():
+    """Such templates leave out a content that is text, without an error."""
+    own = copy.copy(processor().tokenizer)
+    own.chat_template = SMOLVLM
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "image"}]}]
+    assert render_chat(own, chat) == "System: Be short.<|end|>\nUser:<|image_pad|><|end|>\nAssistant:"
+    turns = [*chat, MODEL_TURN, {"role": "user", "content": "Why?"}]
+    turn = next_turn(own, turns, answer("x"), {})
+    assert own.decode(turn.tokens) == "\nUser: Why?<|end|>\nAssistant:"
+
+
+def test_other_models_with_images_between_turns():
+    for name in ("tiny:qwen3_vl", "tiny:smolvlm"):
+        own = load_processor(name)
+        part = load_image(picture("blue"), "", None)
+        chat = [{"role": "user", "content": "Hi"}, MODEL_TURN, {"role": "user", "content": [{"type": "image"}]}]
+        end = own.tokenizer.eos_token_id
+        turn = next_turn(own.tokenizer, chat, (9, end), {}, has_ended=True, processor=own, contents=[part])
+        said = [chat[0], {"role": "assistant", "content": "Z"}, chat[2]]
+        whole, (item,) = own.encode(render_chat(own.template, said), [part])
+        assert turn.tokens == whole[-len(turn.tokens) :]
+        assert [turn.media[0].moved(len(whole) - len(turn.tokens))] == [item]

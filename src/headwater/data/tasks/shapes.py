@@ -1,7 +1,7 @@
 """Pictures of coloured shapes, with questions about them: ``<image>What color is the circle?``.
 
-The vision quickstart's task. A picture is a grid of cells that are empty or show one shape. The answers to a question
-are equally frequent, so that a model that does not look at the picture scores one in four.
+The vision quickstart's task. A picture is a grid of cells that are empty or show one shape. All answers to a question
+are equally frequent, whatever shape it names, so that a model that does not look at the picture scores one in four.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,14 +39,24 @@ DEMONSTRATIONS = ("right", "half_right", "any_answer")
 _RGB = {"red": (220, 30, 30), "green": (30, 170, 50), "blue": (40, 70, 220), "yellow": (240, 200, 20)}
 _BACKGROUND = (255, 255, 255)
 
-Cell = tuple[str, str] | None
-"""The shape in a cell and its colour."""
+
+class Figure(NamedTuple):
+    """A shape in a cell: its kind and colour, and its distance from the cell's left and top side in pixels."""
+
+    shape: str
+    color: str
+    left: int
+    top: int
+    size: int
+
+
+Cells = tuple[Figure | None, ...]
 
 
 @dataclass(frozen=True)
 class Problem:
     question: str
-    cells: tuple[Cell, ...]
+    cells: Cells
     answer: str
 
 
@@ -79,26 +89,27 @@ def shapes(
     generator = task_generator(NAME, split, seed)
     rows: list[TaskRow] = []
     for index, number in enumerate(generator.permutation(num_rows).tolist()):
-        kind = kinds[number % len(kinds)]
+        kind, round_number = kinds[number % len(kinds)], number // len(kinds)
         answers = _answers(kind, max_shapes)
-        answer = answers[number // len(kinds) % len(answers)]
-        problem = _draw(kind, answer, max_shapes, generator)
+        answer = answers[round_number % len(answers)]
+        asked = SHAPES[round_number // len(answers) % len(SHAPES)]
+        guess = str(generator.choice(answers))
+        problem = _draw(kind, asked, answer, max_shapes, cell_pixels, generator)
         # A picture is in one split, whatever is asked about it.
         while split_of(NAME, str(problem.cells)) != split:
-            problem = _draw(kind, answer, max_shapes, generator)
-        shown = (None,) * len(PLACES) if blank else problem.cells
-        guess = str(generator.choice(answers))
+            problem = _draw(kind, asked, answer, max_shapes, cell_pixels, generator)
         is_right = demonstrations == "right" or (demonstrations == "half_right" and index % 2 == 0)
         row = make_row(
             f"<image>{problem.question}",
             data_source=NAME,
-            ground_truth=problem.answer,
+            ground_truth=answer,
             split=split,
             index=index,
             demonstration=answer if is_right else guess,
             question=kind,
         )
-        rows.append({**row, "images": [{"bytes": draw_picture(shown, cell_pixels, generator)}]})
+        shown = (None,) * len(PLACES) if blank else problem.cells
+        rows.append({**row, "images": [{"bytes": draw_picture(shown, cell_pixels)}]})
     return rows
 
 
@@ -117,44 +128,50 @@ def _checked_questions(questions: Any) -> tuple[str, ...]:
     return tuple(one_of(NAME, "questions", kind, QUESTIONS) for kind in chosen)
 
 
-def _draw(kind: str, answer: str, max_shapes: int, generator: np.random.Generator) -> Problem:
-    """A random picture for which ``answer`` is right."""
+def _draw(
+    kind: str, asked: str, answer: str, max_shapes: int, cell_pixels: int, generator: np.random.Generator
+) -> Problem:
+    """A random picture for which ``answer`` is right. ``asked`` is the shape that the question names."""
     num_shapes = int(answer) if kind == "count" else int(generator.integers(1, max_shapes, endpoint=True))
-    places = generator.permutation(len(PLACES))[:num_shapes].tolist()
-    drawn = [(str(generator.choice(SHAPES)), str(generator.choice(COLORS))) for _ in places]
+    figures = [_figure(SHAPES, COLORS, cell_pixels, generator) for _ in range(num_shapes)]
+    places = generator.permutation(len(PLACES)).tolist()
     if kind == "count":
-        return Problem("How many shapes?", _cells(places, drawn), answer)
-    asked = drawn[0][0]
-    others = [shape for shape in SHAPES if shape != asked]
-    drawn[1:] = [(str(generator.choice(others)), color) for _, color in drawn[1:]]
+        return Problem("How many shapes?", _cells(places, figures), answer)
+    others = tuple(shape for shape in SHAPES if shape != asked)
+    colors = (answer,) if kind == "color" else COLORS
+    first = _figure((asked,), colors, cell_pixels, generator)
+    figures = [first, *(_figure(others, COLORS, cell_pixels, generator) for _ in figures[1:])]
     if kind == "color":
-        drawn[0] = asked, answer
-        return Problem(f"What color is the {asked}?", _cells(places, drawn), answer)
+        return Problem(f"What color is the {asked}?", _cells(places, figures), answer)
     wanted = PLACES.index(answer)
-    # The cell of the answer changes places with the one that was drawn for it.
-    places = [places[0] if place == wanted else place for place in places]
-    return Problem(f"Where is the {asked}?", _cells([wanted, *places[1:]], drawn), answer)
+    places = [wanted, *(place for place in places if place != wanted)]
+    return Problem(f"Where is the {asked}?", _cells(places, figures), answer)
 
 
-def _cells(places: Sequence[int], drawn: Sequence[tuple[str, str]]) -> tuple[Cell, ...]:
-    shown = dict(zip(places, drawn, strict=True))
+def _figure(shapes: Sequence[str], colors: Sequence[str], cell_pixels: int, generator: np.random.Generator) -> Figure:
+    size = int(generator.integers(cell_pixels * 5 // 8, cell_pixels * 7 // 8, endpoint=True))
+    left, top = (int(offset) for offset in generator.integers(0, cell_pixels - size, size=2, endpoint=True))
+    return Figure(str(generator.choice(shapes)), str(generator.choice(colors)), left, top, size)
+
+
+def _cells(places: Sequence[int], figures: Sequence[Figure]) -> Cells:
+    shown = dict(zip(places, figures, strict=False))
     return tuple(shown.get(place) for place in range(len(PLACES)))
 
 
-def draw_picture(cells: Sequence[Cell], cell_pixels: int, generator: np.random.Generator) -> bytes:
-    """A PNG file of 2 x 2 cells. Shapes differ a little in size and place."""
+def draw_picture(cells: Cells, cell_pixels: int) -> bytes:
+    """A PNG file of 2 x 2 cells."""
     try:
         from PIL import Image, ImageDraw
     except ImportError as error:
         raise DataError(f"task {NAME}: drawing pictures needs Pillow; pip install headwater[vision]") from error
     image = Image.new("RGB", (2 * cell_pixels, 2 * cell_pixels), _BACKGROUND)
     canvas = ImageDraw.Draw(image)
-    for number, cell in enumerate(cells):
-        size = int(generator.integers(cell_pixels * 5 // 8, cell_pixels * 7 // 8, endpoint=True))
-        left, top = (int(offset) for offset in generator.integers(0, cell_pixels - size, size=2, endpoint=True))
-        if cell is not None:
+    for number, figure in enumerate(cells):
+        if figure is not None:
             row, column = divmod(number, 2)
-            _draw_shape(canvas, *cell, column * cell_pixels + left, row * cell_pixels + top, size)
+            left, top = column * cell_pixels + figure.left, row * cell_pixels + figure.top
+            _draw_shape(canvas, figure.shape, figure.color, left, top, figure.size)
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return stream.getvalue()
