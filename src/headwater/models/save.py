@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from headwater.core.disk import disk_full
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.models.folder import quiet
-from headwater.models.vision.architecture import is_vision
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +53,8 @@ def save_model(
     ``weights`` are written one tensor at a time, so that no second copy of the model is needed. If the architecture
     stores its weights under other names than the model uses, they are collected first, in main memory.
     """
+    from headwater.models.vision import is_vision  # imports torch, which resolving a model's name does not need
+
     target = Path(folder).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(
