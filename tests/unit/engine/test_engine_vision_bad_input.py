@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
 from cases import case
 from engine.engine_parts import assert_nothing_is_held, collect, run
 from engine.engine_parts import running as running_text
-from engine.vision_parts import asking, picture, processor_of, running
+from engine.vision_parts import asking, make_model, picture, processor_of, running
 from PIL import Image
 from tiny import tokenizer
 
@@ -95,8 +98,6 @@ def test_a_model_for_text_names_itself_and_the_picture():
 
 
 def test_a_vision_model_without_its_processor_takes_only_text():
-    from engine.vision_parts import make_model
-
     engine = Engine(make_model(NAME), tokenizer(), EngineConfig(kv_cache_gib=0.01))
     with pytest.raises(RequestError, match="takes only text"):
         engine.check(GOOD)
@@ -105,8 +106,6 @@ def test_a_vision_model_without_its_processor_takes_only_text():
 
 def test_requests_whose_pictures_are_being_read_can_be_aborted_and_left(monkeypatch):
     """Reading takes as long as the test wants. Requests without pictures do not wait for it."""
-    import threading
-
     go_on = threading.Event()
     read = MediaReader._read
 
@@ -144,3 +143,16 @@ def test_a_picture_of_a_palette_is_read_as_a_processor_reads_it(engine):
     content = MediaContent.of("image", [file.getvalue()])
     assert len(engine.generate([with_content(content)])[0].output_tokens) == 8
     assert processor_of(NAME).inputs(content)["pixel_values"].isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_text_model_needs_no_pillow():
+    program = """
+import sys
+sys.modules["PIL"] = None
+import headwater.backends.hf
+from headwater.config.schema import EngineConfig
+from headwater.engine.engine import Engine
+Engine.load("tiny:qwen3", EngineConfig(kv_cache_gib=0.01), device="cpu").close()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

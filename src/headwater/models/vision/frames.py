@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from headwater.core.media import MediaContent
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 DEFAULT_FRAMES_PER_S = 2.0
 """Of a video that does not tell. Qwen's models are trained on two frames per second."""
@@ -27,6 +29,8 @@ def frame_rate(content: MediaContent) -> float:
 
 def size_of(content: MediaContent) -> tuple[int, int]:
     """Height and width of the first frame. Only the header of the file is read."""
+    from PIL import Image  # only vision models need it
+
     with Image.open(io.BytesIO(content.frames[0])) as image:
         return image.height, image.width
 
@@ -61,6 +65,8 @@ class PatchMaker:
 
     def __init__(self, image_processor: Any, **options: Any) -> None:
         """``options`` are settings that differ from those of the image processor."""
+        from PIL import Image  # only vision models need it
+
         self.group = int(image_processor.temporal_patch_size)
         self._patch, self._merge = int(image_processor.patch_size), int(image_processor.merge_size)
         self._resample = image_processor.resample
