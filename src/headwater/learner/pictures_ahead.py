@@ -26,7 +26,7 @@ class PicturesAhead:
 
     def read(self, pack: Pack, following: Pack | None) -> None:
         """Return when the pictures of ``pack`` have been read. Those of ``following`` are read from now on."""
-        wanted = self._start(pack)
+        self._started |= (wanted := self._start(pack))  # first: the following pass may need the same pictures
         self._started = {**wanted, **(self._start(following) if following is not None else {})}
         for future in wanted.values():
             future.result()

@@ -14,6 +14,8 @@ from headwater.core.errors import DataError
 from headwater.learner.freeze import vision_modules
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import Pack, check_lengths, pack_rows, read_rows
+from headwater.learner.pictures_ahead import PicturesAhead
+from headwater.models.vision import VisionProcessor
 from headwater.rollout.group import pad_trajectories
 
 MODEL = pictures.model()
@@ -110,3 +112,21 @@ def test_packed_logprobs_and_gradients_are_those_of_transformers(name, share_pro
 def test_a_row_that_is_too_long_names_its_image_tokens():
     with pytest.raises(DataError, match=r"row 0 of the batch has \d+ tokens \(8 of them of images or videos\), over"):
         check_lengths(read_rows(pad_trajectories(pictures.group(1, [WIDE], 1), 0)), 10, "learner.a_budget")
+
+
+def test_pictures_are_read_once_and_before_their_pass():
+    made = pictures.processor()
+    processor = VisionProcessor(made.tokenizer, made.family)
+    read: list[str] = []
+    original = processor.inputs
+    processor.inputs = lambda content: (read.append(content.digest), original(content))[1]
+    passes = packs(pad_trajectories(rows(), 0), 40, share_prompts=False)
+    assert len(passes) > 2
+    ahead = PicturesAhead(processor)
+    for pack, following in zip(passes, [*passes[1:], None], strict=True):
+        ahead.read(pack, following)
+        wanted = {each.digest for each in pack.media.contents} if pack.media is not None else set()
+        assert wanted <= set(read)
+    ahead.close()
+    # Passes that follow each other need the same pictures, each of which was read for the first of them.
+    assert sorted(read) == sorted({ONE.digest, TWO.digest, WIDE.digest})
