@@ -42,7 +42,7 @@ def test_train_on_pillow_images_and_ask_the_model(tmp_path):
         assert both[0].logprobs != both[1].logprobs
         raw = "<|user|><|vision_start|><|image_pad|><|vision_end|>Which color?<|end|><|assistant|>"
         assert engine.generate(raw, images=[red], max_new_tokens=6, temperature=0).tokens == both[0].tokens
-        with pytest.raises(headwater.HeadwaterError, match="1 placeholders .* for 2 images"):
+        with pytest.raises(headwater.HeadwaterError, match=r"1 placeholders .* for 2 images"):
             engine.generate(raw, images=[red, blue])
         with pytest.raises(headwater.HeadwaterError, match="the chat has 0 parts for the 1 images"):
             engine.generate([{"role": "user", "content": "Which?"}], images=[red])

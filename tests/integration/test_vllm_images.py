@@ -6,36 +6,27 @@ vLLM's Qwen2.5-VL needs torchvision, which the environment of ``make setup-vllm`
 from __future__ import annotations
 
 import asyncio
-import io
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-import torch
-from command import python_of
-from PIL import Image
+from command import PROCESS_LIMIT_S, ROOT, python_of
+from vllm_images import ask, assert_logprobs, check_updates, context, picture, request
 
-from headwater.backends import BackendContext
 from headwater.backends.vllm.engine import VllmEngine
-from headwater.chat.render import render_chat
-from headwater.config.load import load_config
 from headwater.core.errors import RequestError
 from headwater.core.media import MediaContent
-from headwater.core.protocols import WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
-from headwater.models.device import with_dtype
-from headwater.models.load import load_model, load_processor, load_tokenizer
-from headwater.observe.spans import Spans
 
 PYTHON, IS_INSTALLED = python_of("vllm")
-MODEL = "tiny:qwen2_5_vl"
-TOLERANCE = 1e-4
-LIMIT_S = 900.0
 
 
 def has_torchvision() -> bool:
-    return IS_INSTALLED and not subprocess.run([PYTHON, "-c", "import torchvision"], capture_output=True).returncode
+    if not IS_INSTALLED:
+        return False
+    return subprocess.run([PYTHON, "-c", "import torchvision"], capture_output=True, check=False).returncode == 0
 
 
 pytestmark = [
@@ -47,68 +38,14 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    settings = [f"model.path={MODEL}", "data.max_prompt_tokens=128", "rollout.max_new_tokens=32",
-                "rollout.backend=vllm",
-                "rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}"]  # fmt: skip
-    config = with_dtype(load_config("quickstart", settings).config)
-    engine = VllmEngine.launch(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()), ["cpu"])
+    launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}")
+    engine = VllmEngine.launch(context(*launch), ["cpu"])
     yield engine
     engine.close()
 
 
-def picture(colour: str, size: tuple[int, int] = (56, 84)) -> MediaContent:
-    stream = io.BytesIO()
-    Image.new("RGB", size, colour).save(stream, "PNG")
-    return MediaContent.of("image", [stream.getvalue()])
-
-
-def request(name: str, *contents: MediaContent, max_new_tokens: int = 12) -> ModelRequest:
-    processor = load_processor(MODEL)
-    content = [
-        {"type": "text", "text": "Look: "},
-        *({"type": "image"} for _ in contents),
-        {"type": "text", "text": "?"},
-    ]
-    text = render_chat(processor.template, [{"role": "user", "content": content}])
-    tokens, media = processor.encode(text, contents)
-    return ModelRequest(name, tokens, SamplingParams(max_new_tokens, ignore_end=True), rng_key=3, media=media)
-
-
-@torch.no_grad()
-def assert_logprobs(asked: ModelRequest, response: ModelResponse, seed: int) -> None:
-    """Those of transformers' own forward pass with the same weights."""
-    model, processor = load_model(MODEL, dtype="float32", device="cpu", seed=seed), load_processor(MODEL)
-    tokens = torch.tensor([[*response.input_tokens, *response.output_tokens]])
-    inputs = [processor.inputs(item.content) for item in asked.media]
-    kinds = torch.zeros_like(tokens)
-    for item in asked.media:
-        kinds[0, item.places()] = 1
-    media = {name: torch.cat([each[name] for each in inputs]) for name in (inputs[0] if inputs else ())}
-    logits = model(input_ids=tokens, **({**media, "mm_token_type_ids": kinds} if media else {})).logits
-    logprobs = logits[0, len(response.input_tokens) - 1 : -1].log_softmax(-1)
-    own = logprobs.gather(1, tokens[0, len(response.input_tokens) :, None])[:, 0]
-    assert float((own - torch.tensor(response.output_logprobs)).abs().max()) < TOLERANCE
-
-
-async def ask(engine: VllmEngine, *requests: ModelRequest) -> list[ModelResponse]:
-    return list(await asyncio.gather(*map(engine.agenerate, requests)))
-
-
 def test_logprobs_with_images_are_those_of_the_published_weights(engine: VllmEngine) -> None:
-    assert engine.capabilities.media
-    requests = [
-        request("red", picture("red")),
-        request("blue", picture("blue")),  # the same tokens as the first, so its cache must not be used
-        request("both", picture("red"), picture("blue", (112, 56))),
-        request("none"),
-    ]
-    for version in (0, 1):
-        if version:
-            model = load_model(MODEL, dtype="float32", device="cpu", seed=version)
-            engine.update_weights(WeightUpdate.of(version, model.named_parameters())).result(LIMIT_S)
-        for asked, response in zip(requests, asyncio.run(ask(engine, *requests)), strict=True):
-            assert set(response.output_versions) == {version}
-            assert_logprobs(asked, response, seed=version)
+    check_updates(engine)
 
 
 def test_a_response_with_an_image_continues_after_given_tokens(engine: VllmEngine) -> None:
@@ -130,3 +67,14 @@ def test_what_vllm_would_misread_is_refused(engine: VllmEngine) -> None:
     moved = tuple(item.moved(1) for item in asked.media)
     with pytest.raises(RequestError, match="placeholder token that stands for no image"):
         asyncio.run(ask(engine, replace(asked, input_tokens=(pad, *asked.input_tokens), media=moved)))
+
+
+def test_vllm_in_this_process_takes_images() -> None:
+    script = Path(__file__).with_name("vllm_images.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [PYTHON, script], env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False
+    )
+    if "NO PACKAGE" in done.stdout:
+        pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
+    assert done.stdout.strip().endswith("all is well"), done.stdout[-2000:] + done.stderr[-2000:]

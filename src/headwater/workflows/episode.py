@@ -114,7 +114,8 @@ class Episode:
         tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
         self._template_args = {**context.chat_template_args, **tools}
         media = data.prompt.media
-        self._start(with_digests(data.prompt.messages, media), data.prompt.tokens, media)
+        messages = with_digests(data.prompt.messages, media) if media else data.prompt.messages
+        self._start(messages, data.prompt.tokens, media)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int], media: Media) -> None:
         self.response: ModelResponse | None = None

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,13 +28,15 @@ from headwater.backends.remote import servers
 from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import read_metrics
 from headwater.backends.remote.link import Garbage, LinkLost, Sending, ServerInfo, Span, StreamedTokens
-from headwater.backends.remote.requests import OpenRequest
+from headwater.backends.remote.media import MediaPrompt
+from headwater.backends.remote.requests import OpenRequest, check_prompt
 from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
 from headwater.backends.vllm.inprocess import InProcessLink
 from headwater.backends.vllm.launch import command
 from headwater.backends.vllm.wire import dialect_of, read_event, write_request
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed, ServerLost
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.protocols import WeightUpdate
 from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
@@ -97,6 +101,25 @@ def test_a_continued_request_asks_for_the_rest() -> None:
     assert params["seed"] != first["sampling_params"]["seed"]
     assert second["cache_salt"] == "version-7"
     assert "stream_interval" not in write_request(Sending(whole), dialect_of("0.23"))["sampling_params"]
+
+
+def test_images_are_sent_beside_a_prompt_with_placeholders() -> None:
+    content = MediaContent.of("image", [b"\xff\xd8\xff of a JPEG file"])
+    media = (PlacedMedia(content, (MediaBlock(1, 3),)),)
+    asked = ModelRequest("one", (5, 9, 9, 9, 6), SamplingParams(10), rng_key=3, given_tokens=(7,), media=media)
+    body = write_request(Sending(asked, prompt=MediaPrompt((5, 9, 6), content.frames)), dialect_of("0.32"))
+    assert body["token_ids"] == [5, 9, 6, 7]
+    url = f"data:image/jpeg;base64,{base64.b64encode(content.frames[0]).decode()}"
+    assert body["content_parts"] == [{"type": "image_url", "url": url, "uuid": content.digest}]
+    for told, count in (((5, 9, 9, 9, 6, 7), None), (None, 6), (None, None)):
+        check_prompt(asked, StreamedTokens(prompt=told, num_prompt=count))
+    for told, count in (((5, 9, 9, 6, 7), None), ((5, 9, 9, 9, 6, 8), None), (None, 5)):
+        with pytest.raises(RequestError, match="tokens of a prompt with images that has 6 here"):
+            check_prompt(asked, StreamedTokens(prompt=told, num_prompt=count))
+    event = json.loads(events("0.32")[0])
+    chunk = read_event(json.dumps(event | {"prompt_token_ids": [5, 9]}), dialect_of("0.32"))
+    assert chunk.prompt == (5, 9)
+    assert not dialect_of("0.31").takes_images
 
 
 def test_tokens_of_unknown_version_are_generated_again() -> None:

@@ -6,10 +6,11 @@ import asyncio
 import base64
 import io
 import json
+import random
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -87,6 +88,13 @@ def request(*contents: MediaContent, name: str = "r", **more: Any) -> ModelReque
 
 
 RED, BLUE = (MediaContent.of("image", [png(colour)]) for colour in ("red", "blue"))
+
+
+def noise(width: int, height: int) -> MediaContent:
+    """A picture of another size than those that the model reads."""
+    stream = io.BytesIO()
+    Image.frombytes("RGB", (width, height), random.Random(0).randbytes(3 * width * height)).save(stream, "PNG")
+    return MediaContent.of("image", [stream.getvalue()])
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +185,11 @@ def served(engine: Engine, **options: Any) -> Iterator[tuple[str, web.Applicatio
             loop.call_soon_threadsafe(loop.stop)
 
 
-def context(address: str, backend: str) -> BackendContext:
+def context(address: str, backend: str, **more: Any) -> BackendContext:
     settings = [f"rollout.backend={backend}", f"rollout.servers=[{address}]", f"model.path={MODEL}",
                 "data.max_prompt_tokens=64", "rollout.max_new_tokens=16"]  # fmt: skip
     config = with_dtype(load_config("quickstart", settings).config)
-    return BackendContext(config, MODEL, load_tokenizer(MODEL), Spans(), owns_weights=False)
+    return BackendContext(config, MODEL, load_tokenizer(MODEL), Spans(), owns_weights=False, **more)
 
 
 async def answers(engine: Any, *requests: ModelRequest) -> list[tuple[int, ...]]:
@@ -210,8 +218,42 @@ def test_a_client_sends_each_image_once_and_again_if_the_server_has_forgotten_it
             router.close()
 
 
+def test_requests_of_a_lost_server_continue_on_another_one_with_their_images(engine: Engine) -> None:
+    asked = [request(RED, name="a"), request(BLUE, name="b"), request(RED, BLUE, name="c"), request(RED, name="d")]
+    expected = run(answers(engine, *asked))
+
+    async def scenario(router: RouterEngine, lose: Any) -> list[tuple[int, ...]]:
+        await asyncio.to_thread(engine.pause)
+        waiting = asyncio.create_task(answers(router, *asked))
+        async with asyncio.timeout(LIMIT_S):
+            while engine.status().num_waiting + engine.status().num_running < len(asked):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(lose)
+            await asyncio.to_thread(engine.resume)
+            return await waiting
+
+    with ExitStack() as first, served(engine) as (address, app):
+        lost, _ = first.enter_context(served(engine))
+        members = [
+            RoutedServer(name, NativeEngine.connect(each, context(each, "native", is_one_of_many=True)))
+            for name, each in (("lost", lost), ("stays", address))
+        ]
+        router = RouterEngine(members)
+        try:
+            assert run(scenario(router, first.close)) == expected
+            assert app[STATE].media.get(RED.digest) is not None
+            assert router.status().metrics["router_num_requests_moved"] >= 1
+        finally:
+            router.close()
+
+
 def test_the_sglang_backend_passes_images_on_to_a_server_with_its_calls(engine: Engine) -> None:
-    asked = [request(RED, BLUE, name="a"), request(BLUE, name="b"), request(name="c")]
+    asked = [
+        request(RED, BLUE, name="a"),
+        request(BLUE, name="b"),
+        request(name="c"),
+        request(noise(150, 90), name="d"),
+    ]
     expected = run(answers(engine, *asked))
     with served(engine) as (address, _):
         client = SglangEngine.connect(address, context(address, "sglang"))

@@ -10,12 +10,13 @@ import tiny
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.records import Prompt
 from headwater.core.tool_calls import ToolCall, ToolResult
+from headwater.data.media import MediaSettings
 from headwater.tools.toolbox import Toolbox
 
 
-def toolbox(*tools: Any, **settings: Any) -> Toolbox:
-    """``tools`` are objects; ``settings`` are those of the section ``tools``."""
-    return Toolbox(ToolsConfig(**settings), SandboxConfig(), tiny.tokenizer(), tools)
+def toolbox(*tools: Any, media: MediaSettings | None = None, **settings: Any) -> Toolbox:
+    """``tools`` are objects; ``settings`` are those of the section ``tools``; ``media`` those of a vision model."""
+    return Toolbox(ToolsConfig(**settings), SandboxConfig(), tiny.tokenizer(), tools, media=media)
 
 
 def row(uid: str = "row", **fields: Any) -> Prompt:

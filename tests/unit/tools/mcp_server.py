@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
 from typing import Literal
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
+from PIL import Image as Picture
 
 server = MCPServer("shop")
 _counter = 0
@@ -41,6 +43,14 @@ def fail(kind: Literal["raise", "die", "hang"]) -> str:
 def process_id() -> str:
     """The process id of the server."""
     return str(os.getpid())
+
+
+@server.tool()
+def show(color: str) -> list:
+    """A picture, and what it shows."""
+    stream = io.BytesIO()
+    Picture.new("RGB", (4, 4), color).save(stream, "png")
+    return [f"All {color}.", Image(data=stream.getvalue(), format="png")]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from tools.boxes import call, row, toolbox
 
 from headwater.core.errors import HeadwaterError
 from headwater.core.tool_calls import ToolResult
+from headwater.data.media import MediaSettings
 from headwater.tools.session import ToolSession
 from headwater.tools.toolbox import Toolbox
 
@@ -43,8 +44,9 @@ async def until_available(session: ToolSession, limit_s: float = 120) -> ToolRes
 
 
 def test_a_shared_server_fails_dies_and_is_restarted(tmp_path):
-    box = make(tmp_path, {**STDIO, "max_restarts": 1, "tools": ["add", "fail", "process_id"]})
-    assert box.names == ["add", "fail", "process_id"]
+    tools = ["add", "fail", "process_id", "show"]
+    box = make(tmp_path, {**STDIO, "max_restarts": 1, "tools": tools}, media=MediaSettings())
+    assert box.names == tools
     schema = box.schemas(row())[0]["function"]
     assert schema["description"] == "Add two numbers."
     assert schema["parameters"]["required"] == ["a", "b"]
@@ -53,6 +55,8 @@ def test_a_shared_server_fails_dies_and_is_restarted(tmp_path):
         async with box.open(row()) as session:
             results = await asyncio.gather(*(session.call(call("add", a=number, b=1)) for number in range(5)))
             assert [each.text for each in results] == ["1", "2", "3", "4", "5"]
+            shown = await session.call(call("show", color="red"))
+            assert (shown.text, shown.media[0].images()[0].getpixel((0, 0))) == ("All red.", (255, 0, 0))
             assert (await session.call(call("fail", kind="raise"))).failure == "raised"
             assert (await session.call(call("fail", kind="explode"))).failure == "bad_arguments"
             server = int((await session.call(call("process_id"))).text)
@@ -121,7 +125,7 @@ def test_a_server_over_http(tmp_path, http_server):
     url, process = http_server
     servers = {"shop": {"url": url, "headers": {"X-Test": "1"}}}
     box = make(tmp_path, {"servers": servers, "prefix": True, "max_restarts": 0})
-    assert box.names == ["shop_add", "shop_count", "shop_fail", "shop_process_id"]
+    assert box.names == ["shop_add", "shop_count", "shop_fail", "shop_process_id", "shop_show"]
 
     async def run() -> None:
         async with box.open(row()) as session:

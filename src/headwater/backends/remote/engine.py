@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from headwater.backends import BackendContext, engine_device
 from headwater.backends.launch.child import ChildServer, StartChild
 from headwater.backends.remote.link import LinkLost, ServerInfo
+from headwater.backends.remote.media import MediaPrompts
 from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
 from headwater.backends.remote.servers import RemoteServer
@@ -68,7 +69,8 @@ class RemoteEngine:
         self._resources = ExitStack()
         self._thread = EngineThread(f"headwater-{self.program.lower()}-engine")
         atexit.register(self.close)
-        served = ServedModel(context.tokenizer, model.end_tokens, model.processor)
+        prompts = None if model.processor is None else MediaPrompts(model.processor)
+        served = ServedModel(context.tokenizer, model.end_tokens, prompts)
         self._session = RemoteSession(name, served, context.spans, is_one_of_many=context.is_one_of_many)
         self._session.weights.is_owned = context.owns_weights
         self._server = make_server(self._session)

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from headwater.backends.remote.media import NO_MEDIA, MediaPrompt
 from headwater.core.protocols import MemoryTag
 from headwater.core.records import ModelRequest, StopReason
 
@@ -75,13 +76,13 @@ class Sending:
     """Of the weights, as a key of the cache of prompts."""
     streams: bool = True
     """The caller wants tokens as they are generated."""
-    short_prompt: tuple[int, ...] = ()
-    """The input tokens with one placeholder per image, if the request has images."""
+    prompt: MediaPrompt = NO_MEDIA
+    """Instead of the input tokens, if the request has images."""
 
     @property
     def tokens(self) -> list[int]:
         """What the server is given."""
-        return [*(self.short_prompt or self.request.input_tokens), *self.request.given_tokens]
+        return [*(self.prompt.tokens or self.request.input_tokens), *self.request.given_tokens]
 
 
 @dataclass(frozen=True)

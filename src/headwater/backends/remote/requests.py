@@ -9,13 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from headwater.backends.remote.link import Garbage, Sending, ServerLink, Span, StreamedTokens
-from headwater.backends.remote.media import short_prompt
+from headwater.backends.remote.media import NO_MEDIA, MediaPrompt, MediaPrompts
 from headwater.backends.remote.model import ServedWeights
 from headwater.core.errors import HeadwaterError, RequestError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.engine.stops import find_stop
-from headwater.models.vision.processor import VisionProcessor
 
 MAX_STUCK = 4
 """How often the stream of a request may break without a new token in between."""
@@ -34,14 +33,14 @@ class ServedModel:
 
     tokenizer: Tokenizer
     end_tokens: tuple[int, ...]
-    processor: VisionProcessor | None = None
+    prompts: MediaPrompts | None = None
     """Of a model that reads images."""
 
-    async def short_prompt(self, request: ModelRequest) -> tuple[int, ...]:
-        """The input tokens with one placeholder per image; empty for a request without images."""
-        if not request.media or self.processor is None:
-            return ()
-        return await asyncio.to_thread(short_prompt, request, self.processor)
+    async def prompt(self, request: ModelRequest) -> MediaPrompt:
+        """Empty for a request without images."""
+        if not request.media or self.prompts is None:
+            return NO_MEDIA
+        return await asyncio.to_thread(self.prompts.of, request)
 
 
 @dataclass(eq=False)
@@ -207,7 +206,7 @@ async def read_stream(
         model.end_tokens,
         opened.sent_version,
         streams=opened.on_tokens is not None,
-        short_prompt=await model.short_prompt(rest),
+        prompt=await model.prompt(rest),
     )
     num_checked = len(opened.tokens)
     spans: tuple[Span, ...] | None = None

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from headwater.backends.remote.http import HttpCalls
 from headwater.backends.remote.link import Garbage, PauseMode, Sending, ServerInfo, StreamedTokens, read_spans
-from headwater.backends.remote.media import data_urls
+from headwater.backends.remote.media import data_url
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.protocols import MemoryTag
 from headwater.core.randomness import derive_key
@@ -208,7 +208,7 @@ def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
         # A continued response must not draw the same random numbers again.
         params["sampling_seed"] = derive_key(request.rng_key, num_given) & (2**31 - 1)
     return {
-        **({"image_data": data_urls(request)} if request.media else {}),
+        **({"image_data": list(map(data_url, sending.prompt.images))} if request.media else {}),
         "rid": request.request_id,
         "input_ids": sending.tokens,
         "sampling_params": params,

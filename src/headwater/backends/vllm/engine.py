@@ -69,7 +69,7 @@ class VllmEngine(RemoteEngine):
             folder = stack.enter_context(model_folder(context))
             start, is_shared = starter(context, devices)
             how = command(context, folder, devices, api_key=key, shares_device=is_shared)
-            make_link = partial(VllmLink, api_key=key)
+            make_link = partial(VllmLink, api_key=key, reads_images=model.processor is not None)
             engine = cls(
                 "the vLLM server", context, model, lambda session: LaunchedServer(session, how, make_link, start)
             )
@@ -93,7 +93,7 @@ class VllmEngine(RemoteEngine):
             return ConnectedServer(
                 session,
                 url,
-                lambda: VllmLink(url, key),
+                lambda: VllmLink(url, key, reads_images=model.processor is not None),
                 check,
                 limit_s=limit_s,
                 is_one_of_many=context.is_one_of_many,

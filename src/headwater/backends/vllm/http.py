@@ -24,8 +24,10 @@ class VllmLink(HttpCalls):
 
     program: ClassVar[str] = "vLLM"
 
-    def __init__(self, url: str, api_key: str = "") -> None:
+    def __init__(self, url: str, api_key: str = "", *, reads_images: bool = False) -> None:
+        """``reads_images`` is whether the model does."""
         super().__init__(url, api_key)
+        self._reads_images = reads_images
         self._dialect = dialect_of("0.23")
         self._reload = "reload_weights"
 
@@ -83,6 +85,9 @@ class VllmLink(HttpCalls):
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
         argument = "folder" if self._reload == "headwater_reload" else "weights_path"
         await self._call("POST", "/collective_rpc", {"method": self._reload, "kwargs": {argument: folder}})
+        if self._reads_images and self._dialect.takes_images:
+            # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
+            await self._call("POST", "/reset_encoder_cache", is_text=True)
         await self.set_label(label)
 
     async def set_label(self, label: str) -> bool:

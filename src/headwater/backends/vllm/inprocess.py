@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
@@ -60,7 +61,9 @@ class InProcessServer:
 class InProcessLink:
     """The calls to vLLM's ``AsyncLLM``."""
 
-    def __init__(self, engine: Any, version: str) -> None:
+    def __init__(self, engine: Any, version: str, *, reads_images: bool = False) -> None:
+        """``reads_images`` is whether the model does."""
+        self._reads_images = reads_images
         self._engine = engine
         self._version = version
         self._dialect = dialect_of(version)
@@ -95,7 +98,7 @@ class InProcessLink:
                 **settings,
             )
         )
-        return cls(engine, vllm.__version__)
+        return cls(engine, vllm.__version__, reads_images=reads_images(folder))
 
     async def describe(self) -> ServerInfo:
         config = self._engine.vllm_config
@@ -122,7 +125,7 @@ class InProcessLink:
         body = write_request(sending, self._dialect)
         prompt = {"prompt_token_ids": body["token_ids"], "cache_salt": body["cache_salt"]}
         if media := sending.request.media:
-            images = await asyncio.to_thread(lambda: [item.content.images()[0] for item in media])
+            images = await asyncio.to_thread(lambda: list(map(_decoded, sending.prompt.images)))
             prompt["multi_modal_data"] = {"image": images}
             prompt["multi_modal_uuids"] = {"image": [item.content.digest for item in media]}
         params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.DELTA)
@@ -162,6 +165,9 @@ class InProcessLink:
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
         with _engine_errors(f"loads {folder}"):
             await self._engine.collective_rpc("headwater_reload", kwargs={"folder": folder})
+            if self._reads_images:
+                # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
+                await self._engine.reset_encoder_cache()
         await self.set_label(label)
 
     async def set_label(self, label: str) -> bool:
@@ -189,6 +195,12 @@ class InProcessLink:
 
     async def close(self) -> None:
         self._engine.shutdown()
+
+
+def _decoded(image: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(image)).convert("RGB")
 
 
 @contextmanager

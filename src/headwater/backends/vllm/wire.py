@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends.remote.link import Garbage, LinkLost, Sending, StreamedTokens, read_spans
-from headwater.backends.remote.media import data_urls
+from headwater.backends.remote.media import data_url
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.randomness import derive_key
 from headwater.core.records import StopReason
@@ -106,8 +106,8 @@ def write_request(sending: Sending, dialect: VllmDialect) -> dict[str, Any]:
     media = {}
     if request.media:
         parts = [
-            {"type": "image_url", "url": url, "uuid": item.content.digest}
-            for item, url in zip(request.media, data_urls(request), strict=True)
+            {"type": "image_url", "url": data_url(image), "uuid": item.content.digest}
+            for item, image in zip(request.media, sending.prompt.images, strict=True)
         ]
         media = {"content_parts": parts, "return_token_ids": True}
     return {
