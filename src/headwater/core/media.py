@@ -27,8 +27,6 @@ MEDIA_COLUMN = "media"
 """The object column of a batch that holds the ``Media`` of each row. Their indices count the row's tokens without
 padding."""
 
-_NUM_DIGEST_BYTES = 32
-
 
 @dataclass(frozen=True, slots=True)
 class MediaContent:

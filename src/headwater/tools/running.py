@@ -239,8 +239,7 @@ class _Worker:
     def _take_interruption(self) -> None:
         """Let an error that was not raised yet be raised here.
 
-        Python 3.11 can withdraw an error, too. But then it checks for errors forever before every instruction, which
-        is slow, and with a profiler it never gets past the check.
+        Python can withdraw such an error, too. But a process on Python 3.11 that had done so hung under a profiler.
         """
         with contextlib.suppress(_Interrupted):
             self._raise_in_thread()
