@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.request
 from collections.abc import Sequence
 from http.client import HTTPException
@@ -20,6 +21,7 @@ MAX_ITEMS = 256
 """Images and videos of one request."""
 _DOWNLOAD_LIMIT_S = 10.0
 _MAX_DOWNLOAD_BYTES = 32 * 2**20
+_PART_BYTES = 2**16
 
 
 def take_media(messages: Sequence[Message], limits: ModelLimits, name: str) -> tuple[list[Message], list[MediaContent]]:
@@ -112,13 +114,19 @@ def _download(url: str, where: str) -> bytes:
         opener = urllib.request.OpenerDirector()
         for handler in _HANDLERS:
             opener.add_handler(handler())
+        end = time.monotonic() + _DOWNLOAD_LIMIT_S
+        content = bytearray()
         with opener.open(request, timeout=_DOWNLOAD_LIMIT_S) as reply:
-            content: bytes = reply.read(_MAX_DOWNLOAD_BYTES + 1)
+            # A server that sends a byte now and then never exceeds the limit of one read.
+            while len(content) <= _MAX_DOWNLOAD_BYTES and (part := reply.read1(_PART_BYTES)):
+                content += part
+                if time.monotonic() > end:
+                    raise TimeoutError(f"more than {_DOWNLOAD_LIMIT_S:g} s")
     except (OSError, ValueError, HTTPException) as error:
         raise DataError(f"{where}: {url[:200]} cannot be downloaded ({error}); send the image as a data URL") from error
     if len(content) > _MAX_DOWNLOAD_BYTES:
         raise DataError(f"{where}: {url[:200]} has more than {_MAX_DOWNLOAD_BYTES} bytes; send a smaller image")
-    return content
+    return bytes(content)
 
 
 _HANDLERS = (

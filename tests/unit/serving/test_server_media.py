@@ -10,7 +10,7 @@ import random
 import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ from headwater.backends.sglang.engine import SglangEngine
 from headwater.chat.render import render_chat
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import RequestError
+from headwater.core.errors import DataError, RequestError
 from headwater.core.media import MediaContent
 from headwater.core.protocols import EngineLimits
 from headwater.core.records import ModelRequest, SamplingParams
@@ -39,6 +39,7 @@ from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_processor, load_tokenizer
 from headwater.models.vision.placeholders import collapse
 from headwater.observe.spans import Spans
+from headwater.serving import media
 from headwater.serving.app import build_app
 from headwater.serving.errors import ApiError
 from headwater.serving.listen import bind, make_runner, url
@@ -378,6 +379,28 @@ def test_images_are_downloaded_only_if_the_server_may(engine: Engine, tmp_path) 
     assert "Redirection to url 'file:" in away["error"]["message"]
     assert "404" in none["error"]["message"]
     assert [status for status, _ in run(scenario())] == [400, 400, 400]
+
+
+def test_a_download_that_never_ends_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(media, "_DOWNLOAD_LIMIT_S", 0.3)
+
+    async def scenario() -> None:
+        async def drip(asked: web.Request) -> web.StreamResponse:
+            reply = web.StreamResponse()
+            await reply.prepare(asked)
+            with suppress(ConnectionError):
+                while True:
+                    await reply.write(b"x")
+                    await asyncio.sleep(0.05)
+            return reply
+
+        pictures = web.Application()
+        pictures.add_routes([web.get("/slow.png", drip)])
+        async with TestServer(pictures) as source:
+            with pytest.raises(DataError, match=r"slow\.png cannot be downloaded \(more than 0\.3 s\)"):
+                await asyncio.to_thread(media._download, str(source.make_url("/slow.png")), "part")
+
+    run(scenario())
 
 
 # SGLang's calls
