@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -104,11 +105,13 @@ def test_a_backend_is_refused_before_it_is_started(monkeypatch):
 
 
 def test_classes_state_what_their_engines_can_do():
-    for name in ("embedded", "hf"):
+    for name, (model, takes_media) in product(
+        ("embedded", "hf"), {"tiny:qwen3": False, "tiny:qwen2_5_vl": True}.items()
+    ):
         backend = BACKENDS.resolve(name)
-        engine = backend.load("tiny:qwen3", EngineConfig(kv_cache_gib=0.02), device="cpu")
+        engine = backend.load(model, EngineConfig(kv_cache_gib=0.02), device="cpu")
         try:
-            assert engine.capabilities == backend.declared_capabilities
+            assert engine.capabilities == replace(backend.declared_capabilities, media=takes_media)
         finally:
             engine.close()
 
