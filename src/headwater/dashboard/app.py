@@ -44,6 +44,7 @@ class Dashboard:
         self._answers = Answers(runs, servers)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dashboard")
         self._waiting = 0
+        self._is_stopping = False
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[guard(self._access)])
@@ -69,11 +70,14 @@ class Dashboard:
 
     async def _stop(self, app: web.Application) -> None:
         app[STOPPING].set()
+        self._is_stopping = True
         self._runs.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _call(self, work: Callable[..., T], *args: Any) -> T:
         """Run ``work`` in a thread. Few wait at a time, so that a page that asks too often cannot stop the others."""
+        if self._is_stopping:
+            raise Refused(503, "stopping", "The dashboard is being stopped.")
         if self._waiting >= _MAX_WAITING:
             raise Refused(503, "busy", "Too many requests wait for an answer. Try again in a moment.")
         self._waiting += 1

@@ -16,7 +16,7 @@ from headwater.dashboard.runs import Run, Runs
 
 logger = logging.getLogger(__name__)
 
-_EVERY_S = 1.0
+_EVERY_S = 2.0
 _QUIET_S = 15.0
 
 Describe = Callable[[Run], dict[str, Any]]

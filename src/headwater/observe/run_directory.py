@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from headwater.core.registry import similar_path
 logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 16
+_NUM_PARSED = 256
+"""How many of the lines that were read last are kept as records."""
 _KINDS = ("train", "eval", "warm_start", "step", "resume")
 """Of the records in ``metrics.jsonl`` and ``ledger.jsonl``."""
 
@@ -288,7 +291,9 @@ def last_records(path: Path, count: int | None) -> ReadRecords:
     lines = read.splitlines()
     if start > 0:
         lines = lines[1:]  # the first line is incomplete
-    parsed = [(number, _parse(line)) for number, line in enumerate(lines, start=1) if line.strip()]
+    # The doctor and the dashboard look at the end of a live run again and again, and most of its lines are the same.
+    parse = _parse if count is None else _parse_again
+    parsed = [(number, parse(line)) for number, line in enumerate(lines, start=1) if line.strip()]
     kept = [(number, record) for number, record in parsed if record is not None][-(count or 0) :]
     first = kept[0][0] if kept and count is not None else 0
     return ReadRecords(
@@ -304,6 +309,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict) or record.get("kind") not in _KINDS or type(record.get("step")) is not int:
         return None
     return record
+
+
+def _parse_again(line: bytes) -> dict[str, Any] | None:
+    record = _parse_once(line)
+    return None if record is None else dict(record)
+
+
+_parse_once = lru_cache(maxsize=_NUM_PARSED)(_parse)
 
 
 def write_whole(path: Path, text: str) -> None:

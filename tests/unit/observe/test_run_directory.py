@@ -72,6 +72,8 @@ def test_bytes_and_lines_of_others_are_skipped_and_named_once(tmp_path, caplog):
     for _ in range(2):
         assert [record["step"] for record in run.read_metrics()] == list(range(1, len(foreign) + 1))
     assert run.last_metrics(1000) == run.read_metrics()
+    run.last_metrics(1000)[0]["step"] = -1  # a caller may change its copy
+    assert run.last_metrics(1000) == run.read_metrics()
     (message,) = (each.getMessage() for each in caplog.records)
     assert message.startswith(f"{run.metrics_file}: skipped lines 2, 5, 8, 11, 14, ...: ")
 
