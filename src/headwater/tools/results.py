@@ -30,7 +30,7 @@ def read_result(value: Any, settings: MediaSettings | None = None) -> ToolResult
     if isinstance(value, tuple):
         return _from_tuple(value, settings)
     try:
-        if _is_picture(value):
+        if is_picture(value):
             return ToolResult("", media=(load_image(value, "the image", None, settings),))
         if isinstance(value, list) and has_media([{"content": value}]):
             return _from_parts(value, settings)
@@ -43,7 +43,7 @@ def read_result(value: Any, settings: MediaSettings | None = None) -> ToolResult
     return ToolResult(_text(value))
 
 
-def _is_picture(value: Any) -> bool:
+def is_picture(value: Any) -> bool:
     """Whether ``value`` is an image of Pillow, without importing Pillow."""
     return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 

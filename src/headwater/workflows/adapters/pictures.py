@@ -18,6 +18,7 @@ from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor, PlacedMedia
 from headwater.data.media import MediaCache, load_image, load_video
 from headwater.data.message_media import load_message_media, take_message_media, with_digests
+from headwater.tools.results import is_picture
 from headwater.workflows.episode import WorkflowContext
 
 Message = Mapping[str, Any]
@@ -163,14 +164,14 @@ class Pictures:
     def _image(self, value: Any, where: str, settings: Any) -> MediaContent:
         if isinstance(value, MediaContent):
             return value
-        if _is_pillow(value):
+        if is_picture(value):
             return self._contents.get(_key(value), lambda: load_image(value, where, None, settings))
         return load_image(_with_scheme(value), where, None, settings)
 
     def _video(self, value: Any, where: str, settings: Any) -> MediaContent:
         if isinstance(value, MediaContent):
             return value
-        if isinstance(value, (list, tuple)) and value and all(map(_is_pillow, value)):
+        if isinstance(value, (list, tuple)) and value and all(map(is_picture, value)):
             frames = value
             return self._contents.get(tuple(map(_key, frames)), lambda: load_video(frames, where, None, settings))
         return load_video(value, where, None, settings)
@@ -234,10 +235,6 @@ def _with_scheme(value: Any) -> Any:
             return value
         return f"data:;base64,{value}"
     return value
-
-
-def _is_pillow(value: Any) -> bool:
-    return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 
 
 def _key(image: Any) -> Hashable:
