@@ -9,7 +9,7 @@ An image is a file as it was read, such as ``<digest>.png``. A video has a file 
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,8 @@ class MediaStore:
     def _write(self, name: str, frame: bytes) -> None:
         path = self._folder / name
         if not path.exists():
-            # Another process, for example `headwater eval`, may write the same file.
-            temporary = self._folder / f".{name}.{os.getpid()}"
+            # Another thread, or another process such as `headwater eval`, may write the same file.
+            temporary = self._folder / f".{name}.{uuid.uuid4().hex}"
             try:
                 self._folder.mkdir(exist_ok=True)
                 temporary.write_bytes(frame)
