@@ -27,6 +27,12 @@ MEDIA_COLUMN = "media"
 """The object column of a batch that holds the ``Media`` of each row. Their indices count the row's tokens without
 padding."""
 
+_IMAGE_TYPES = (
+    (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\x00", "tiff"),
+    (b"MM\x00*", "tiff"),
+)  # fmt: skip
+"""How encoded images begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class MediaContent:
@@ -115,6 +121,13 @@ class MediaProcessor(Protocol):
     def inputs(self, content: MediaContent) -> Mapping[str, Any]:
         """The tensors of one item, on the CPU. They are cached by digest."""
         ...
+
+
+def image_type(data: bytes) -> str:
+    """The type of an encoded image, such as ``jpeg`` for ``image/jpeg``; empty if its beginning is not known."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "webp"
+    return next((name for start, name in _IMAGE_TYPES if data.startswith(start)), "")
 
 
 def identity_tokens(tokens: Sequence[int], media: Media) -> NDArray[np.int32]:

@@ -10,20 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headwater.core.media import MediaContent
+from headwater.core.media import MediaContent, image_type
 from headwater.dashboard.errors import bad_request, not_found, unreadable
 from headwater.dashboard.parameters import need, whole
 from headwater.dashboard.rollout_row import parsed
 from headwater.dashboard.runs import Run
 
-TYPES = {
-    "png": ("image/png", b"\x89PNG"),
-    "jpg": ("image/jpeg", b"\xff\xd8\xff"),
-    "webp": ("image/webp", b"RIFF"),
-    "gif": ("image/gif", b"GIF8"),
-    "bmp": ("image/bmp", b"BM"),
-}
-"""Endings of files, what they are, and how they begin. Nothing else is sent: a browser runs scripts of some formats."""
+TYPES = {"png": "png", "jpg": "jpeg", "webp": "webp", "gif": "gif", "bmp": "bmp"}
+"""Endings of files and the types of their images. Nothing else is sent: a browser runs scripts of some formats."""
 MOST_BYTES = 64 << 20
 _MOST_ITEMS = 1000
 _MOST_BLOCKS = 1000
@@ -47,16 +41,16 @@ def picture(run: Run, given: Mapping[str, str]) -> Picture:
     if not _DIGEST.fullmatch(digest):
         raise bad_request(f"digest = {digest[:80]!r}: must be 64 digits and letters from a to f.")
     stem = digest if frame is None else f"{digest}.{frame}"
-    for ending, (content_type, start) in TYPES.items():
+    for ending, kind in TYPES.items():
         content = _read(run.directory.media / f"{stem}.{ending}")
         if content is None:
             continue
-        if not content.startswith(start):
-            raise unreadable(f"{stem}.{ending} of the run is not an image of the type {content_type}.")
+        if image_type(content) != kind:
+            raise unreadable(f"{stem}.{ending} of the run is not an image of the type image/{kind}.")
         # The digest of a video is that of all its frames.
         if frame is None and MediaContent.of("image", [content]).digest != digest:
             raise unreadable(f"{stem}.{ending} of the run has changed since it was written.")
-        return Picture(content_type, content)
+        return Picture(f"image/{kind}", content)
     raise not_found(f"The run has no image {stem[:16]}... in its folder media.")
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from headwater.core.errors import DataError
-from headwater.core.media import Media, MediaContent
+from headwater.core.media import Media, MediaContent, image_type
 from headwater.data.media import KINDS, MediaSettings, load_image, load_video, take_inline_media
 
 Message = Mapping[str, Any]
@@ -138,7 +138,7 @@ def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], settings: 
 
 
 def _format(frame: bytes) -> str:
-    return "jpeg" if frame.startswith(b"\xff\xd8") else "webp" if frame.startswith(b"RIFF") else "png"
+    return image_type(frame) or "png"
 
 
 def _kind_of(part: Any) -> str | None:

@@ -57,10 +57,6 @@ class LearnerSpec:
     """The reference policy: ``reference.path``, the model of the config, or the result of a warm start."""
 
 
-_INPUT_BYTES = 2**30
-"""Main memory for pictures that the models of a learner have read. Beyond it, they are read again."""
-
-
 class _Processors:
     """The processors of vision models. Roles with the same model share one, and with it what it has read."""
 
@@ -69,10 +65,7 @@ class _Processors:
 
     def of(self, path: str, key: str = "model.path") -> VisionProcessor | None:
         if path not in self._of_path:
-            made = load_processor(path, key=key)
-            if made is not None:
-                made = VisionProcessor(made.tokenizer, made.family, made.files, max_cache_bytes=_INPUT_BYTES)
-            self._of_path[path] = made
+            self._of_path[path] = load_processor(path, key=key)
         return self._of_path[path]
 
 

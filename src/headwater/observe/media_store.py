@@ -9,20 +9,17 @@ An image is a file as it was read, such as ``<digest>.png``. A video has a file 
 
 from __future__ import annotations
 
-import os
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headwater.core.disk import disk_full
 from headwater.core.errors import RunError
-from headwater.core.media import Media, MediaBlock, MediaContent, PlacedMedia
+from headwater.core.media import Media, MediaBlock, MediaContent, PlacedMedia, image_type
 
-_ENDINGS = (
-    (b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"II*\x00", "tif"),
-    (b"MM\x00*", "tif"),
-)  # fmt: skip
-"""How encoded images begin."""
+_ENDINGS = {"jpeg": "jpg", "tiff": "tif", "": "bin"}
+"""Endings of files, by the type of the image, where they differ from it."""
 
 
 class MediaStore:
@@ -55,8 +52,8 @@ class MediaStore:
     def _write(self, name: str, frame: bytes) -> None:
         path = self._folder / name
         if not path.exists():
-            # Another process, for example `headwater eval`, may write the same file.
-            temporary = self._folder / f".{name}.{os.getpid()}"
+            # Another thread, or another process such as `headwater eval`, may write the same file.
+            temporary = self._folder / f".{name}.{uuid.uuid4().hex}"
             try:
                 self._folder.mkdir(exist_ok=True)
                 temporary.write_bytes(frame)
@@ -99,6 +96,5 @@ def media_to_json(media: Media) -> list[dict[str, Any]]:
 
 
 def _ending(frame: bytes) -> str:
-    if frame[:4] == b"RIFF" and frame[8:12] == b"WEBP":
-        return "webp"
-    return next((ending for start, ending in _ENDINGS if frame.startswith(start)), "bin")
+    kind = image_type(frame)
+    return _ENDINGS.get(kind, kind)

@@ -30,7 +30,7 @@ def read_result(value: Any, settings: MediaSettings | None = None) -> ToolResult
     if isinstance(value, tuple):
         return _from_tuple(value, settings)
     try:
-        if _is_picture(value):
+        if is_picture(value):
             return ToolResult("", media=(load_image(value, "the image", None, settings),))
         if isinstance(value, list) and has_media([{"content": value}]):
             return _from_parts(value, settings)
@@ -43,7 +43,16 @@ def read_result(value: Any, settings: MediaSettings | None = None) -> ToolResult
     return ToolResult(_text(value))
 
 
-def _is_picture(value: Any) -> bool:
+def may_hold_media(value: Any) -> bool:
+    """Whether ``read_result`` may have to read images or videos, which takes a while."""
+    if isinstance(value, tuple):
+        return any(may_hold_media(each) for each in value[:1])
+    if isinstance(value, list):
+        return has_media([{"content": value}])
+    return is_picture(value) or any(getattr(value, name, None) is not None for name in ("image", "video"))
+
+
+def is_picture(value: Any) -> bool:
     """Whether ``value`` is an image of Pillow, without importing Pillow."""
     return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 

@@ -40,6 +40,8 @@ from headwater.tools.toolbox import MakesTools, Toolbox
 from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
+_NUM_MEDIA_ROWS = 100
+"""How many rows are searched for images and videos before a run, if the engine cannot take them."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class RolloutParts:
         """
         first = dataset[0]
         self.check_prompt(first)
-        check_media(config, self.engine.capabilities, first, key)
+        check_media(config, self.engine.capabilities, dataset, key)
         longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
         key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
         if key == "data.eval" and config.eval.max_new_tokens:
@@ -114,19 +116,26 @@ def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceE
     return engine
 
 
-def check_media(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
+def check_media(config: Config, can: Capabilities, dataset: PromptDataset, key: str) -> None:
     """Refuse rows with images or videos that nothing would show to the model. A workflow of the user may use them."""
-    workflow = config.rollout.workflow
-    if prompt.media and not can.media and not is_path(workflow):
+    if (can.media and can.videos) or is_path(config.rollout.workflow):
+        return
+    # Not only the first row: datasets may be mixed.
+    for number in range(min(len(dataset), _NUM_MEDIA_ROWS)):
+        _check_media_of(config, can, dataset[number], key)
+
+
+def _check_media_of(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
+    if prompt.media and not can.media:
         raise ConfigError(
             [
                 f"{key}: row {prompt.uid} has images or videos, which rollout.backend = {config.rollout.backend} "
                 f"cannot take with model.path = {config.model.path}; use a vision model and a backend that takes "
                 "images, such as embedded, remove them from the data (data.image_key, data.video_key), or set "
-                f"rollout.workflow = {workflow} to your own class, which uses them itself"
+                f"rollout.workflow = {config.rollout.workflow} to your own class, which uses them itself"
             ]
         )
-    if not can.videos and any(item.content.kind == "video" for item in prompt.media) and not is_path(workflow):
+    if not can.videos and any(item.content.kind == "video" for item in prompt.media):
         raise ConfigError(
             [
                 f"{key}: row {prompt.uid} has a video, and rollout.backend = {config.rollout.backend} takes only "

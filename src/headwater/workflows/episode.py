@@ -15,6 +15,7 @@ prompt, and of messages that the workflow adds, are among the tokens, which are 
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -290,6 +291,15 @@ class Episode:
         self._replies[-1] = {"role": "assistant", "content": self.text if content is None else content, **parsed}
         return True
 
+    async def read_media(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with their images and videos loaded, for ``tell`` and ``branch``.
+
+        These load what is not loaded yet, and all episodes wait meanwhile. This method loads in a thread.
+        """
+        if self.context.processor is None or not has_media(messages):
+            return list(messages)
+        return await asyncio.to_thread(self._load_media, messages, "read_media() was given")
+
     async def score(self) -> Score:
         """Score the episode so far with the run's reward manager."""
         with self.doing("scoring", "scoring"):
@@ -424,11 +434,13 @@ class Episode:
         if self.context.processor is None or not has_media(messages):
             self._check_only_text(messages, what)
             return list(messages), []
+        return take_message_media(self._load_media(messages, what))
+
+    def _load_media(self, messages: Sequence[Message], what: str) -> list[Message]:
         items = (*self.prompt.media, *self._media)
         known = {item.content.digest: item.content for item in items}
         try:
-            settings = self.context.media_settings
-            return take_message_media(load_message_media(messages, f"{what} messages", known, settings=settings))
+            return load_message_media(messages, f"{what} messages", known, settings=self.context.media_settings)
         except DataError as error:
             raise RolloutFailed(f"episode {self._name}: {error}") from error
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
+import io
 
-from headwater.core.media import MediaBlock, MediaContent, PlacedMedia, identity_tokens, rotary_positions, rotary_shift
+import numpy as np
+from PIL import Image
+
+from headwater.core.media import (
+    MediaBlock,
+    MediaContent,
+    PlacedMedia,
+    identity_tokens,
+    image_type,
+    rotary_positions,
+    rotary_shift,
+)
 
 PAD = 7
 
@@ -43,3 +54,11 @@ def test_moved_media_keep_their_content():
     moved = item.moved(10)
     assert moved.places().tolist() == [12, 13, 14, 16]
     assert (moved.end, moved.num_tokens, moved.content) == (17, 4, item.content)
+
+
+def test_the_type_of_an_image_is_told_by_how_it_begins():
+    for kind in ("png", "jpeg", "webp", "gif", "bmp", "tiff"):
+        stream = io.BytesIO()
+        Image.new("RGB", (4, 4)).save(stream, kind)
+        assert image_type(stream.getvalue()) == kind
+    assert [image_type(each) for each in (b"", b"<svg>", b"RIFF\0\0\0\0WAVE")] == [""] * 3

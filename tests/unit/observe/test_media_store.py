@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -28,6 +30,21 @@ def test_contents_are_written_once_and_read_back(tmp_path):
         again.add(image)
         again.add(video)
     assert [os.stat(tmp_path / "media" / name).st_mtime_ns for name in names] == before
+
+
+def test_threads_may_write_the_same_content(tmp_path):
+    store, start = MediaStore(tmp_path / "media"), Barrier(8)
+
+    def add(content: MediaContent) -> None:
+        start.wait(60)
+        store.add(content)
+
+    contents = [MediaContent.of("image", [PNG + bytes([number]) * 2**16]) for number in range(50)]
+    with ThreadPoolExecutor(8) as threads:
+        for content in contents:
+            list(threads.map(add, [content] * 8))
+    assert len(list((tmp_path / "media").iterdir())) == len(contents)
+    assert [store.read(store.add(each)) for each in contents] == contents
 
 
 def test_places_go_through_json():

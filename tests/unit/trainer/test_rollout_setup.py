@@ -117,3 +117,14 @@ def test_rows_with_images_are_refused_before_the_first_rollout(rollout):
         parts.check_prompts(config, Rows(pictured), "data.train")
     own = replace(config, rollout=replace(config.rollout, workflow="mine.py:Shows"))
     parts.check_prompts(own, Rows(pictured), "data.train")
+
+
+def test_a_row_with_an_image_among_rows_of_text_is_refused(rollout):
+    parts = rollout()
+    shown = PlacedMedia(MediaContent.of("image", [b"picture"]), (MediaBlock(1, 2),))
+    texts = [parts.eval_data[number] for number in range(20)]
+    mixed = [*texts, replace(texts[0], uid="pictured", media=(shown,))]
+    config = load_config("quickstart", SMALL).config
+    parts.check_prompts(config, Rows(texts), "data.train")
+    with pytest.raises(ConfigError, match=r"data\.train: row pictured has images or videos"):
+        parts.check_prompts(config, Rows(mixed), "data.train")

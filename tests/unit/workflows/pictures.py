@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from functools import lru_cache
 
 from workflows.episodes import ListedRewards
@@ -25,6 +26,20 @@ def picture(color: str, size: tuple[int, int] = (56, 56)):
     from PIL import Image
 
     return Image.new("RGB", size, color)
+
+
+def watched(color: str, threads: list[threading.Thread]):
+    """A picture that notes the threads in which its pixels are read."""
+    from PIL import Image
+
+    class Watched(Image.Image):
+        def load(self):
+            threads.append(threading.current_thread())
+            return super().load()
+
+    made = picture(color)
+    made.__class__ = Watched
+    return made
 
 
 def png(color: str, size: tuple[int, int] = (56, 56)) -> bytes:

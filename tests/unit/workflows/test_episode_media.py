@@ -6,11 +6,12 @@ import asyncio
 import base64
 import copy
 import itertools
+import threading
 
 import numpy as np
 import pytest
 from workflows import pictures
-from workflows.pictures import answer, content, encode, episode_of, picture, png, processor, prompt
+from workflows.pictures import answer, content, encode, episode_of, picture, png, processor, prompt, watched
 
 from headwater.chat.next_turn import next_turn
 from headwater.chat.render import MODEL_TURN, render_chat
@@ -77,6 +78,25 @@ def test_images_of_the_prompt_and_of_messages_are_sent_and_not_trained():
         assert (identity_tokens(after.input_tokens, after.media)[:length] == first).all()
         assert (rotary_positions(len(after.input_tokens), after.media)[:, :length]
                 == rotary_positions(length, before.media)).all()  # fmt: skip
+
+
+def test_images_can_be_loaded_while_other_episodes_continue():
+    threads: list[threading.Thread] = []
+    messages = told({"type": "image", "image": watched("blue", threads)})
+
+    async def run(episode):
+        await episode.reply()
+        loaded = await episode.read_media(messages)
+        assert episode.tell(loaded)
+        branch = episode.branch(loaded)
+        return digests(episode.media), digests(branch.media)
+
+    blue = load_image(picture("blue"), "", None).digest
+    assert asyncio.run(run(episode_of(answer("a")))) == ([content("red").digest, blue], [blue])
+    assert threads
+    assert threading.main_thread() not in threads
+    with pytest.raises(RolloutFailed, match=r"read_media\(\) was given messages\[0\]\.content\[0\]: no such file"):
+        asyncio.run(episode_of().read_media(told({"type": "image", "image": "/no/such.png"})))
 
 
 def test_room_counts_the_tokens_of_images():

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from workflows import pictures
-from workflows.pictures import answer, content, episode_of, picture, png, processor, prompt
+from workflows.pictures import answer, content, episode_of, picture, png, processor, prompt, watched
 
 from headwater.chat.parsers import make_parser
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import RolloutFailed
-from headwater.data.media import MediaSettings
+from headwater.core.tool_calls import ToolCall
+from headwater.data.media import MediaSettings, load_image
+from headwater.models.load import load_processor
+from headwater.serving.media import MAX_ITEMS
 from headwater.tools.base import ToolResponse
 from headwater.tools.results import BadResult, read_result
 from headwater.tools.toolbox import Toolbox
 from headwater.workflows import Episode
 from headwater.workflows.adapters import areal, verl
 from headwater.workflows.adapters.areal_workflow import ArealWorkflow
+from headwater.workflows.adapters.pictures import ClassProcessor, Pictures
 from headwater.workflows.adapters.verl_agents import SingleTurnAgentLoop, ToolAgentLoop
 from headwater.workflows.adapters.verl_loop import VerlWorkflow
 from headwater.workflows.agents.api import answer_call
@@ -75,6 +81,39 @@ def test_a_text_model_is_told_that_a_tool_returned_an_image():
     episode = tool_episode(answer(CALL), answer("blue"), media=None)
     made = asyncio.run(ToolAgentWorkflow(episode.context).run(episode))
     assert (len(made.media), made.info["tool_failures"]) == (1, {"bad_result": 1})
+
+
+def test_other_episodes_continue_while_images_of_tools_and_classes_are_read():
+    threads: list[threading.Thread] = []
+
+    def draw() -> Any:
+        """Draw a picture."""
+        return ToolResponse("Blue.", image=watched("blue", threads))
+
+    box = Toolbox(ToolsConfig(), SandboxConfig(), processor().tokenizer, [draw], media=MediaSettings())
+
+    async def call_tool():
+        async with box.open(prompt(content("red"))) as session:
+            result = await session.call(ToolCall("1", "draw", {}))
+        await box.close()
+        return result
+
+    assert asyncio.run(call_tool()).media[0].images()[0].getpixel((0, 0)) == BLUE
+    num_of_tool = len(threads)
+
+    class Sends(verl.AgentLoopBase):
+        async def run(self, sampling_params, **kwargs):
+            shown = [watched("red", threads)]
+            tokens = await self.apply_chat_template(list(kwargs["raw_prompt"]), images=shown)
+            await self.server_manager.generate(
+                "1", prompt_ids=tokens, sampling_params=sampling_params, image_data=shown
+            )
+
+    episode = episode_of(answer("x"))
+    assert run_class(VerlWorkflow, Sends, episode) is None
+    assert colors(episode.engine.requests[0].media) == [RED]
+    assert 0 < num_of_tool < len(threads)
+    assert threading.main_thread() not in threads
 
 
 def test_what_tools_may_return():
@@ -150,6 +189,15 @@ def test_what_an_agent_may_not_send():
     text = episode_of(shown=prompt(), processor=None)
     with pytest.raises(ApiError, match="the model of this episode takes no such parts; send text"):
         chat(Session(text, rules()), [{"role": "user", "content": [{"type": "image", "image": url_of("red")}]}])
+    # A part that names a digest holds no image either.
+    digest = {"type": "image", "digest": content("red").digest}
+    with pytest.raises(ApiError, match=r"messages\[0\].content\[0\].type.*takes no such parts; send text"):
+        chat(Session(text, rules()), [{"role": "user", "content": [digest]}])
+    with pytest.raises(ApiError, match="holds no image"):
+        chat(Session(episode_of(), rules()), [{"role": "user", "content": [digest]}])
+    many = [{"type": "image", "image": "data:"}] * (MAX_ITEMS + 1)
+    with pytest.raises(ApiError, match=f"{MAX_ITEMS + 1} images and videos, and the limit is {MAX_ITEMS}; send fewer"):
+        chat(Session(episode_of(), rules()), [{"role": "user", "content": many}])
 
 
 # Classes for verl and AReaL
@@ -188,6 +236,22 @@ def test_a_workflow_for_areal_sends_the_images_of_the_row():
     assert asked.input_tokens == episode.prompt.tokens
     assert colors(asked.media) == colors(made.media) == [RED]
     assert [item.blocks for item in made.media] == [item.blocks for item in episode.prompt.media]
+
+
+@pytest.mark.parametrize("name", ["tiny:qwen2_5_vl", "tiny:smolvlm"])
+def test_the_processor_of_a_class_joins_pictures_as_the_model_reads_them(name):
+    own = load_processor(name)
+    assert own is not None
+    context = replace(episode_of().context, tokenizer=own.tokenizer, processor=own)
+    marks = " and ".join([own.family.placeholder("image")] * 2)
+    # SmolVLM shows the two in different numbers of parts.
+    images = [picture("red"), picture("blue", (112, 56))]
+    made = ClassProcessor(Pictures(context), own.tokenizer)(text=marks, images=images)
+    contents = [load_image(each, "", None) for each in images]
+    wanted = own.model_inputs(*own.encode(marks, contents))
+    for key in made.keys() - {"attention_mask"}:
+        assert torch.equal(made[key], wanted[key]), key
+    assert "pixel_values" in made
 
 
 def test_verls_own_loops_send_images():

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headwater.core.errors import RequestError
-from headwater.core.media import PlacedMedia
+from headwater.core.media import PlacedMedia, image_type
 from headwater.core.records import ModelRequest
 from headwater.models.vision.placeholders import collapse
 from headwater.models.vision.processor import VisionProcessor
 from headwater.serving.native.media import ReceivedMedia
 
 _CACHE_BYTES = 256 * 2**20
-_TYPES = ((b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
 
 
 class MediaPrompt(NamedTuple):
@@ -79,5 +78,4 @@ class MediaPrompts:
 
 def data_url(image: bytes) -> str:
     """An encoded image as text."""
-    kind = next((kind for start, kind in _TYPES if image.startswith(start)), "png")
-    return f"data:image/{kind};base64,{base64.b64encode(image).decode('ascii')}"
+    return f"data:image/{image_type(image) or 'png'};base64,{base64.b64encode(image).decode('ascii')}"

@@ -41,7 +41,7 @@ class JournalEngine(areal.InferenceEngine):
     async def agenerate(self, req: areal.ModelRequest) -> areal.ModelResponse:
         tokens = list(map(int, req.input_ids))
         sampling = read_gconfig(req.gconfig, self.journal, len(tokens))
-        contents = self.journal.pictures.read(req.image_data)
+        contents = await self.journal.pictures.read_in_thread(req.image_data)
         response = await self.journal.generate(tokens, sampling, contents)
         return areal.ModelResponse(
             tokens,
@@ -98,9 +98,9 @@ def read_gconfig(gconfig: Any, journal: Journal, num_input: int) -> SamplingPara
         raise RolloutFailed(f"gconfig: {error}") from error
 
 
-def row_of(prompt: Prompt, pictures: Pictures) -> dict[str, Any]:
+async def row_of(prompt: Prompt, pictures: Pictures) -> dict[str, Any]:
     """``data`` of an episode: the columns of the row, the messages of its prompt, its images, and what scores it."""
-    images = [pictures.shown(item.content) for item in prompt.media if item.content.kind == "image"]
+    shown = await pictures.by_kind([item.content for item in prompt.media if item.content.kind == "image"])
     columns = {name: value for name, value in prompt.columns.items() if name not in _REWARD_ARGUMENTS}
     return {
         "query_id": prompt.uid,
@@ -110,7 +110,7 @@ def row_of(prompt: Prompt, pictures: Pictures) -> dict[str, Any]:
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
         "extra_info": dict(prompt.extra_info),
-        **({"images": images} if images else {}),
+        **({"images": shown["image"]} if shown else {}),
     }
 
 
@@ -137,7 +137,7 @@ class ArealWorkflow:
 
     async def run(self, episode: Episode) -> EpisodeResult:
         async with open_journal(episode, self._pictures) as journal:
-            row = row_of(episode.prompt, self._pictures)
+            row = await row_of(episode.prompt, self._pictures)
             result = await self._made.arun_episode(JournalEngine(journal), row)
             if result is None:
                 return None

@@ -6,6 +6,7 @@ A class renders a chat with ``processor``, which it is constructed with, and sen
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -18,6 +19,7 @@ from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor, PlacedMedia
 from headwater.data.media import MediaCache, load_image, load_video
 from headwater.data.message_media import load_message_media, take_message_media, with_digests
+from headwater.tools.results import is_picture
 from headwater.workflows.episode import WorkflowContext
 
 Message = Mapping[str, Any]
@@ -37,6 +39,14 @@ class Pictures:
         if self._context.processor is None:
             raise RolloutFailed("images or videos were given, but the model takes only text; use a vision model")
         return self._context.processor
+
+    async def by_kind(self, contents: Sequence[MediaContent]) -> dict[str, list[Any]]:
+        """The contents as ``shown``, under ``image`` and ``video``. A kind without contents is left out."""
+        made: dict[str, list[Any]] = {}
+        for content in contents:
+            # In a thread, because other episodes would wait while pictures are decoded.
+            made.setdefault(content.kind, []).append(await asyncio.to_thread(self.shown, content))
+        return made
 
     def shown(self, content: MediaContent) -> Any:
         """A content as classes hold it: a Pillow image, or a list of these."""
@@ -75,15 +85,24 @@ class Pictures:
         except DataError as error:
             raise RolloutFailed(str(error)) from error
 
+    async def read_in_thread(self, images: Any, videos: Any = None) -> list[MediaContent]:
+        """``read``, while other episodes continue."""
+        if not _listed(images) and not _listed(videos):
+            return []
+        return await asyncio.to_thread(self.read, images, videos)
+
     def taken(self, messages: Sequence[Message]) -> tuple[list[Message], list[MediaContent]]:
         """The messages without the images and videos inside their parts, and these. Parts that hold none stay."""
-        held = [
+        return take_message_media(self.held(messages))
+
+    def held(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with a ``MediaContent`` in every part that holds an image or a video."""
+        return [
             {**message, "content": [self._held(part) for part in message["content"]]}
             if isinstance(message.get("content"), (list, tuple))
             else message
             for message in messages
         ]
-        return take_message_media(held)
 
     def encode(
         self,
@@ -163,14 +182,14 @@ class Pictures:
     def _image(self, value: Any, where: str, settings: Any) -> MediaContent:
         if isinstance(value, MediaContent):
             return value
-        if _is_pillow(value):
+        if is_picture(value):
             return self._contents.get(_key(value), lambda: load_image(value, where, None, settings))
         return load_image(_with_scheme(value), where, None, settings)
 
     def _video(self, value: Any, where: str, settings: Any) -> MediaContent:
         if isinstance(value, MediaContent):
             return value
-        if isinstance(value, (list, tuple)) and value and all(map(_is_pillow, value)):
+        if isinstance(value, (list, tuple)) and value and all(map(is_picture, value)):
             frames = value
             return self._contents.get(tuple(map(_key, frames)), lambda: load_video(frames, where, None, settings))
         return load_video(value, where, None, settings)
@@ -211,12 +230,11 @@ class ClassProcessor:
                 raise RolloutFailed(f"processor: was given {len(text)} texts; call it once for each text")
             (text,) = text
         tokens = self.pictures.expanded(str(text), contents)
-        tensors: dict[str, list[Any]] = {}
-        for content in contents:
-            for name, value in self.pictures.processor.inputs(content).items():
-                tensors.setdefault(name, []).append(value)
+        processor: Any = self.pictures.processor
+        # Models differ in how the tensors of several pictures are joined.
+        tensors = processor.family.joined([processor.inputs(each) for each in contents])
         made = {"input_ids": torch.tensor([tokens]), "attention_mask": torch.ones((1, len(tokens)), dtype=torch.long)}
-        return BatchFeature({**made, **{name: torch.cat(values) for name, values in tensors.items()}})
+        return BatchFeature({**made, **tensors})
 
 
 def _listed(value: Any) -> list[Any]:
@@ -234,10 +252,6 @@ def _with_scheme(value: Any) -> Any:
             return value
         return f"data:;base64,{value}"
     return value
-
-
-def _is_pillow(value: Any) -> bool:
-    return any(each.__module__ == "PIL.Image" and each.__name__ == "Image" for each in type(value).__mro__)
 
 
 def _key(image: Any) -> Hashable:

@@ -33,8 +33,6 @@ from headwater.core.tool_calls import ToolCall
 
 T = TypeVar("T")
 
-_KINDS = ("image", "video")
-
 
 class TokenOutput(list[int]):
     """A response: a list of its tokens, as in the first versions of verl, with the attributes of later ones."""
@@ -157,6 +155,10 @@ class AgentLoopBase(ABC):
         if audios:
             raise RolloutFailed("apply_chat_template was given audio; a model is shown only images and videos")
         arguments: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        if self.processor is not None:  # in a thread, because other episodes would wait while pictures are encoded
+            pictures = self.processor.pictures
+            messages = await asyncio.to_thread(pictures.held, messages)
+            images, videos = await pictures.read_in_thread(images), await pictures.read_in_thread(None, videos)
         tokens = self._render(messages, images=images, videos=videos, **arguments)
         return tokens[len(self.system_prompt) :] if remove_system_prompt else tokens
 
@@ -193,9 +195,8 @@ class AgentLoopBase(ABC):
         if self.processor is None:
             return {}
         pictures = self.processor.pictures
-        _, contents = pictures.taken(messages)
-        shown = {f"{kind}s": [pictures.shown(each) for each in contents if each.kind == kind] for kind in _KINDS}
-        return {name: values for name, values in shown.items() if values}
+        _, contents = await asyncio.to_thread(pictures.taken, messages)
+        return {f"{kind}s": values for kind, values in (await pictures.by_kind(contents)).items()}
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return await self.process_multi_modal_info(messages)

@@ -204,7 +204,7 @@ class ToolAgentLoop(AgentLoopBase):
             messages.append({"role": "tool", "content": _content(response), **named})
             if reward is not None:
                 agent_data.tool_rewards.append(reward)
-        told = self._tokens_of(agent_data, calls, messages)
+        told = await self._tokens_of(agent_data, calls, messages)
         if len(agent_data.response_mask) + len(told) >= self.response_length:
             return AgentState.TERMINATED
         self._append(agent_data, told, 0, None)
@@ -243,7 +243,7 @@ class ToolAgentLoop(AgentLoopBase):
         half = most // 2
         return f"{text[:half]}...(truncated)...{text[-half:]}"
 
-    def _tokens_of(
+    async def _tokens_of(
         self, agent_data: AgentData, calls: Sequence[FunctionCall], messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
         """The results as tokens, up to the start of the next reply. They are added to the messages, too."""
@@ -257,8 +257,9 @@ class ToolAgentLoop(AgentLoopBase):
             arguments["tools"] = self.tool_schemas
         contents: Sequence[MediaContent] = ()
         if self.processor is not None:
-            history, _ = self.processor.pictures.taken(chat[: -len(messages)])
-            told, contents = self.processor.pictures.taken(messages)
+            # In a thread, because other episodes would wait while pictures are encoded.
+            history, _ = await asyncio.to_thread(self.processor.pictures.taken, chat[: -len(messages)])
+            told, contents = await asyncio.to_thread(self.processor.pictures.taken, messages)
             chat = [*history, *told]
         turn = next_turn(
             self.tokenizer,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
@@ -151,7 +153,7 @@ class JournalServer(LLMServerClient):
     ) -> TokenOutput:
         if unknown := [name for name, value in kwargs.items() if name.endswith("_data") and value]:
             raise RolloutFailed(f"generate was given {unknown[0]}; a model is shown only images and videos")
-        contents = self.journal.pictures.read(image_data, video_data)
+        contents = await self.journal.pictures.read_in_thread(image_data, video_data)
         room = self.journal.room(len(prompt_ids))
         sampling = read_sampling(sampling_params, self.journal.episode.context.sampling, room)
         response = await self.journal.generate(prompt_ids, sampling, contents)
@@ -192,20 +194,18 @@ class VerlWorkflow:
     async def run(self, episode: Episode) -> EpisodeResult:
         async with open_journal(episode, self._pictures) as journal:
             loop = construct(self._loop, self._setting, {**self._bound, "server_manager": JournalServer(journal)})
-            output = await loop.run(**self._arguments(episode))
+            output = await loop.run(**await self._arguments(episode))
             if output is None:
                 return None
             outputs = output if isinstance(output, list) else [output]
             return [await _trajectory(journal, each) for each in outputs]
 
-    def _arguments(self, episode: Episode) -> dict[str, Any]:
+    async def _arguments(self, episode: Episode) -> dict[str, Any]:
         """What ``run`` takes of the row. The first versions of verl passed ``messages`` only."""
         prompt = episode.prompt
-        messages = self._pictures.messages(prompt.messages, prompt.media)
-        shown = {
-            kind: [self._pictures.shown(item.content) for item in prompt.media if item.content.kind == kind]
-            for kind in ("image", "video")
-        }
+        with_pictures = partial(self._pictures.messages, prompt.messages, prompt.media)
+        # In a thread, because other episodes would wait while pictures are decoded.
+        messages = await asyncio.to_thread(with_pictures) if prompt.media else with_pictures()
         row = {
             **prompt.columns,
             "raw_prompt": messages,
@@ -217,7 +217,7 @@ class VerlWorkflow:
             "tools_kwargs": dict(prompt.tools_kwargs),
             "index": prompt.extra_info.get("index", 0),
             "uid": prompt.uid,
-            "multi_modal_data": {kind: values for kind, values in shown.items() if values},
+            "multi_modal_data": await self._pictures.by_kind([item.content for item in prompt.media]),
         }
         taken = row if self._takes_any else {name: value for name, value in row.items() if name in self._names}
         return {**taken, "sampling_params": sampling_in_verl_names(episode.context.sampling)}

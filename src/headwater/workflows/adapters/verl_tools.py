@@ -39,7 +39,7 @@ class SessionTool:
     ) -> tuple[ToolResponse, float, dict[str, float]]:
         given = json.loads(parameters) if isinstance(parameters, str) else dict(parameters)
         result = await self.session.call(ToolCall(instance_id, self.name, given))
-        return _response(result), result.reward or 0.0, dict(result.metrics)
+        return await _response(result), result.reward or 0.0, dict(result.metrics)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         return (await self.session.rewards()).get(self.name, 0.0)
@@ -48,16 +48,13 @@ class SessionTool:
         """Without effect: the episode releases its tools."""
 
 
-def _response(result: ToolResult) -> ToolResponse:
+async def _response(result: ToolResult) -> ToolResponse:
     """The result with its images and videos as verl holds them: lists of Pillow images."""
     journal = current_journal()
     if not result.media or journal is None:
         return ToolResponse(result.text)
-    shown = {
-        kind: [journal.pictures.shown(each) for each in result.media if each.kind == kind] or None
-        for kind in ("image", "video")
-    }
-    return ToolResponse(result.text, image=shown["image"], video=shown["video"])
+    shown = await journal.pictures.by_kind(result.media)
+    return ToolResponse(result.text, image=shown.get("image"), video=shown.get("video"))
 
 
 def initialize_tools_from_config(tools_config_file: Any = None) -> list[SessionTool]:

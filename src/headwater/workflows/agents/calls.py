@@ -20,11 +20,13 @@ from typing import Any
 from headwater.chat.messages import read_messages
 from headwater.chat.render import RESERVED_ARGUMENTS
 from headwater.core.errors import DataError
+from headwater.core.media import MediaContent
 from headwater.core.records import Grammar, SamplingParams
 from headwater.data.media import MediaSettings
-from headwater.data.message_media import digest_of, has_media, load_message_media
+from headwater.data.message_media import has_media, load_message_media
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
+from headwater.serving.media import MAX_ITEMS, is_media
 from headwater.serving.openai.plan import Shape, read_shape
 from headwater.serving.openai.tools import ToolUse, for_template
 from headwater.serving.sampling import read_response_format, read_stops
@@ -114,6 +116,7 @@ def _messages(value: Any, media: MediaSettings | None) -> tuple[dict[str, Any], 
         raise ApiError(str(error).removeprefix("request: "), param="messages") from error
     loaded: Sequence[Mapping[str, Any]] = messages
     if media is not None and has_media(messages):
+        _check_count(messages)
         try:
             loaded = load_message_media(messages, "messages", settings=media, may_read_files=False)
         except DataError as error:
@@ -121,18 +124,31 @@ def _messages(value: Any, media: MediaSettings | None) -> tuple[dict[str, Any], 
     return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(loaded))
 
 
+def _check_count(messages: Sequence[Mapping[str, Any]]) -> None:
+    contents = [message["content"] for message in messages]
+    count = sum(is_media(part) for content in contents if isinstance(content, list) for part in content)
+    if count > MAX_ITEMS:
+        raise ApiError(
+            f"messages: {count} images and videos, and the limit is {MAX_ITEMS}; send fewer", param="messages"
+        )
+
+
+def _is_loaded(part: Mapping[str, Any]) -> bool:
+    return isinstance(part.get(part["type"]), MediaContent)
+
+
 def _message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     content = message["content"]
     parts = content if isinstance(content, list) else []
     for place, part in enumerate(parts):
-        if part["type"] != "text" and not digest_of(part):
+        if part["type"] != "text" and not _is_loaded(part):
             raise wrong(
                 f"{name}.content[{place}].type",
                 part["type"],
                 "the model of this episode takes no such parts; send text",
             )
     text = checked_text(text_of(content), f"{name}.content")
-    made = {"role": message["role"], "content": parts if any(map(digest_of, parts)) else text}
+    made = {"role": message["role"], "content": parts if any(map(_is_loaded, parts)) else text}
     made |= {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if key in message}
     return for_template(made, name)
 
