@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _DEFAULT_FRAME_S = 0.1
 """Browsers show a frame of an animation that states no duration for this long."""
 _SAME_TIME_S = 1e-6
+MIN_FRAMES_PER_S, MAX_FRAMES_PER_S = 1e-6, 1e6
+"""Rates outside of these are mistakes, and the times of their frames are too large for the positions of tokens."""
 
 Frame = TypeVar("Frame")
 
