@@ -128,10 +128,11 @@ def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], settings: 
     if kind is None or isinstance(part.get(kind), MediaContent):
         return part
     digest = part.get("digest")
-    if digest is not None and not isinstance(digest, str):
+    if isinstance(digest, str):
+        if digest in known:
+            return {"type": kind, kind: known[digest]}
+    elif digest is not None:
         raise DataError(f"{where}: digest = {digest!r}; must be a string, or be left out")
-    if digest in known:
-        return {"type": kind, kind: known[digest]}
     _, found = take_inline_media([{"role": "user", "content": [part]}], where)
     ((value, _),) = found[kind]
     if value is None:
