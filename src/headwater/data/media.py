@@ -224,9 +224,10 @@ def load_video(
         data = _pixels_or_file(source, where)
         if not isinstance(data, bytes):
             raise DataError(f"{where}: one image is not a video; give a list of frames")
-        images, rate = decode_video(data, where, settings.rate)
-        encoded = [encode_picture(each, where, settings.limits, settings.check) for each in images]
-        return MediaContent.of("video", encoded, rate)
+        return MediaContent.of("video", *decode_video(data, where, settings.rate, encode))
+
+    def encode(frame: Image) -> bytes:
+        return encode_picture(frame, where, settings.limits, settings.check)
 
     return load() if cache is None else cache.get(("video", settings.limits, settings.rate, _key(source)), load)
 
