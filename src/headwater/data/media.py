@@ -22,9 +22,9 @@ from headwater.config.schema import DataConfig
 from headwater.core.disk import cache_dir
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.data.pictures import PictureLimits, encode_picture, import_pillow
+from headwater.data.pictures import MAX_SOURCE_PIXELS, PictureLimits, SizeCheck, encode_picture, import_pillow
 from headwater.data.row_store import PlacedRow
-from headwater.data.videos import FrameRate, decode_video, evenly
+from headwater.data.videos import MAX_FRAMES_PER_S, MIN_FRAMES_PER_S, FrameRate, decode_video, evenly
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,7 +42,12 @@ _REFUSED_KEYS = ("resized_height", "resized_width", "nframes", "video_start", "v
 MAX_FILE_BYTES = 1 << 30
 _CACHE_BYTES = 256 << 20
 _ENTRY_BYTES = 512
-"""What an entry needs besides its frames, about."""
+"""What an entry of a cache needs besides its frames, about."""
+_FRAME_BYTES = 48
+"""What a frame needs besides its bytes."""
+
+PROCESSOR_ERRORS = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, OSError)
+"""What a processor raises for images and videos that it does not take, or that do not fit the text."""
 
 InlineValue = tuple[Any, str]
 """A value inside a message and its place; the value is None where a column holds it."""
@@ -56,6 +61,8 @@ class MediaSettings:
     """Whether URLs are read over the network."""
     allow_files: bool = True
     """Whether paths are read. A server must not read them for a client."""
+    check: SizeCheck | None = None
+    """See ``encode_picture``."""
 
     @classmethod
     def of(cls, config: DataConfig) -> MediaSettings:
@@ -88,14 +95,15 @@ class MediaCache:
         with self._lock:
             if key not in self._contents:
                 self._contents[key] = content
-                self.num_bytes += _size(content)
+                self.num_bytes += size_in_memory(content)
             while self.num_bytes > self._max_bytes:
-                self.num_bytes -= _size(self._contents.popitem(last=False)[1])
+                self.num_bytes -= size_in_memory(self._contents.popitem(last=False)[1])
         return content
 
 
-def _size(content: MediaContent) -> int:
-    return _ENTRY_BYTES + sum(map(len, content.frames))
+def size_in_memory(content: MediaContent) -> int:
+    """In bytes, about. Without the constants, a cache would keep any number of tiny contents."""
+    return _ENTRY_BYTES + sum(_FRAME_BYTES + len(frame) for frame in content.frames)
 
 
 def take_inline_media(messages: Sequence[Message], place: str) -> tuple[list[Message], dict[str, list[InlineValue]]]:
@@ -178,7 +186,8 @@ def load_image(
     source = _source(value, where, folder, settings, "image")
 
     def load() -> MediaContent:
-        return MediaContent.of("image", [encode_picture(_pixels_or_file(source, where), where, settings.limits)])
+        data = _pixels_or_file(source, where)
+        return MediaContent.of("image", [encode_picture(data, where, settings.limits, settings.check)])
 
     return load() if cache is None else cache.get(("image", settings.limits, _key(source)), load)
 
@@ -215,8 +224,10 @@ def load_video(
         data = _pixels_or_file(source, where)
         if not isinstance(data, bytes):
             raise DataError(f"{where}: one image is not a video; give a list of frames")
-        images, rate = decode_video(data, where, settings.rate)
-        return MediaContent.of("video", [encode_picture(each, where, settings.limits) for each in images], rate)
+        return MediaContent.of("video", *decode_video(data, where, settings.rate, encode))
+
+    def encode(frame: Image) -> bytes:
+        return encode_picture(frame, where, settings.limits, settings.check)
 
     return load() if cache is None else cache.get(("video", settings.limits, settings.rate, _key(source)), load)
 
@@ -233,8 +244,10 @@ def _unwrapped(
             )
     limits = {name: value[name] for name in ("min_pixels", "max_pixels") if value.get(name) is not None}
     for name, limit in limits.items():
-        if not isinstance(limit, int) or limit < 1:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise DataError(f"{where}: {name} = {limit!r}; must be a whole number >= 1, or be left out")
+        # An item may come from a client of a server, and must not ask for more memory than its owner allows.
+        limits[name] = min(limit, settings.limits.max_pixels, MAX_SOURCE_PIXELS)
     if limits:
         settings = replace(settings, limits=replace(settings.limits, **limits))
     held = next((value[key] for key in keys if value.get(key) is not None), None)
@@ -242,8 +255,12 @@ def _unwrapped(
 
 
 def _rate(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise DataError(f"{where}: fps = {value!r}; must be a number of frames per second above 0")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not MIN_FRAMES_PER_S <= value <= MAX_FRAMES_PER_S:
+        raise DataError(
+            f"{where}: fps = {value!r}; must be a number of frames per second from {MIN_FRAMES_PER_S:g} to "
+            f"{MAX_FRAMES_PER_S:g}"
+        )
     return float(value)
 
 

@@ -100,7 +100,7 @@ def with_data_urls(messages: Sequence[Message], media: Media) -> list[Message]:
     contents = {item.content.digest: item.content for item in media}
 
     def filled(part: Any) -> Any:
-        content = contents.get(part.get("digest", "")) if isinstance(part, Mapping) else None
+        content = contents.get(digest_of(part))
         if content is None:
             return part
         urls = [f"data:image/{_format(each)};base64,{base64.b64encode(each).decode()}" for each in content.frames]
@@ -127,8 +127,12 @@ def _loaded(part: Any, where: str, known: Mapping[str, MediaContent], settings: 
     kind = _kind_of(part)
     if kind is None or isinstance(part.get(kind), MediaContent):
         return part
-    if part.get("digest") in known:
-        return {"type": kind, kind: known[part["digest"]]}
+    digest = part.get("digest")
+    if isinstance(digest, str):
+        if digest in known:
+            return {"type": kind, kind: known[digest]}
+    elif digest is not None:
+        raise DataError(f"{where}: digest = {digest!r}; must be a string, or be left out")
     _, found = take_inline_media([{"role": "user", "content": [part]}], where)
     ((value, _),) = found[kind]
     if value is None:

@@ -36,6 +36,8 @@ _ORIENTATION_TAG = 0x0112
 _UPRIGHT = 1
 
 Result = TypeVar("Result")
+SizeCheck = Callable[[tuple[int, int], str], None]
+"""Takes width and height of a picture and its place, and raises ``DataError`` if it must not be decoded."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +48,28 @@ class PictureLimits:
     max_pixels: int = DEFAULT_MAX_PIXELS
 
 
-def encode_picture(source: bytes | Image, where: str, limits: PictureLimits) -> bytes:
-    """The file of a picture that ``MediaContent`` holds. ``where`` is its place in the data, for messages."""
+def encode_picture(source: bytes | Image, where: str, limits: PictureLimits, check: SizeCheck | None = None) -> bytes:
+    """The file of a picture that ``MediaContent`` holds. ``where`` is its place in the data, for messages.
+
+    ``check`` is called before the picture is decoded, ``check_size`` by default.
+    """
     import_pillow(where)
     opened = open_picture(source, where) if isinstance(source, bytes) else source
-    check_size(opened.size, where)
-    num_frames = getattr(opened, "n_frames", 1)
-    if num_frames > 1 and opened.format != "MPO":
-        raise DataError(f"{where}: the file has {num_frames} frames; give it as a video, or save one frame as an image")
-    guarded(opened.load, where)
-    image = as_rgb(_upright(opened), where)
-    size = fitted_size(image.size, limits)
-    is_unchanged = image is opened and size == image.size and opened.format in _KEPT_FORMATS
-    return source if is_unchanged and isinstance(source, bytes) else to_png(image, size)
+    (check or check_size)(opened.size, where)
+
+    def encode() -> bytes:
+        num_frames = getattr(opened, "n_frames", 1)
+        if num_frames > 1 and opened.format != "MPO":
+            raise DataError(
+                f"{where}: the file has {num_frames} frames; give it as a video, or save one frame as an image"
+            )
+        opened.load()
+        image = as_rgb(_upright(opened), where)
+        size = fitted_size(image.size, limits)
+        is_unchanged = image is opened and size == image.size and opened.format in _KEPT_FORMATS
+        return source if is_unchanged and isinstance(source, bytes) else to_png(image, size)
+
+    return guarded(encode, where)
 
 
 def import_pillow(where: str) -> None:
@@ -72,10 +83,7 @@ def open_picture(data: bytes, where: str) -> Image:
     """Read the header. The pixels are decoded later, after the size is checked."""
     from PIL import Image
 
-    try:
-        return guarded(lambda: Image.open(io.BytesIO(data), formats=FORMATS), where)
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise DataError(f"{where}: {_too_large()} ({error})") from error
+    return guarded(lambda: Image.open(io.BytesIO(data), formats=FORMATS), where)
 
 
 def check_size(size: tuple[int, int], where: str) -> None:
@@ -93,8 +101,10 @@ def guarded(decode: Callable[[], Result], where: str) -> Result:
 
     try:
         return decode()
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+    except DataError:
         raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(f"{where}: {_too_large()} ({error})") from error
     except Exception as error:  # for a damaged file, decoders raise errors of many kinds
         raise DataError(f"{where}: not a readable image ({error}); fix or remove it") from error
 

@@ -20,7 +20,16 @@ from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, MediaProcessor
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
-from headwater.data.media import MediaCache, MediaSettings, load_image, load_video, place_media, take_inline_media
+from headwater.data.media import (
+    PROCESSOR_ERRORS,
+    MediaCache,
+    MediaSettings,
+    load_image,
+    load_video,
+    place_media,
+    take_inline_media,
+)
+from headwater.data.message_media import has_media
 from headwater.data.row_store import PlacedRow
 
 ToolsOfRow = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Mapping[str, Any]]]
@@ -28,6 +37,8 @@ ToolsOfRow = Callable[[Mapping[str, Any], Mapping[str, Any]], Sequence[Mapping[s
 
 COLUMNS = ("ground_truth", "reward_model", "extra_info", "tools_kwargs")
 """The columns with a fixed name that become fields of the prompt."""
+LoadedMedia = list[tuple[MediaContent, str]]
+"""Contents with their places in the data."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class PromptBuilder:
         row, place = placed.row, placed.place
         system_prompt = self.config.system_prompt if placed.system_prompt is None else placed.system_prompt
         messages = read_messages(row, self.config.prompt_key, system_prompt, place)
-        messages, contents = self._with_media(messages, placed)
+        messages, loaded = self._with_media(messages, placed)
         extra_info = _mapping(row, "extra_info", place)
         tools_kwargs = _tools_kwargs(row, extra_info, place)
         schemas = self._tool_schemas(extra_info, tools_kwargs, place)
@@ -69,7 +80,7 @@ class PromptBuilder:
             tokens = self._plain_tokens(text, place, schemas, system_prompt)
         else:
             text = self._render(messages, schemas, place)
-            tokens, media = self._tokenize(text, contents, place)
+            tokens, media = self._tokenize(text, loaded, place)
         if not tokens:
             raise DataError(f"{place}: the chat template renders {self.config.prompt_key} to no tokens; check both")
         return Prompt(
@@ -86,6 +97,15 @@ class PromptBuilder:
             columns=self._other_columns(row),
             source=placed.source,
         )
+
+    def holds_media(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has images or videos. They are not loaded, and the row is not checked."""
+        columns = [row.get(key) for key in (self.config.image_key, self.config.video_key)]
+        if any(value is not None and not (isinstance(value, (list, tuple)) and not value) for value in columns):
+            return True
+        prompt = row.get(self.config.prompt_key)
+        messages = prompt if isinstance(prompt, (list, tuple)) else ()
+        return has_media([each for each in messages if isinstance(each, Mapping)])
 
     def _tool_schemas(
         self, extra_info: Mapping[str, Any], tools_kwargs: Mapping[str, Any], place: str
@@ -127,7 +147,7 @@ class PromptBuilder:
                 )
         return encode_plain(self.tokenizer, text)
 
-    def _with_media(self, messages: list[Message], placed: PlacedRow) -> tuple[list[Message], list[MediaContent]]:
+    def _with_media(self, messages: list[Message], placed: PlacedRow) -> tuple[list[Message], LoadedMedia]:
         keys = {"image": self.config.image_key, "video": self.config.video_key}
         kinds = [kind for kind, key in keys.items() if key in placed.row]
         if not kinds and all(isinstance(message["content"], str) for message in messages):
@@ -143,12 +163,12 @@ class PromptBuilder:
                 f"{where}: the model takes only text; use a vision model in model.path, or remove the images and videos"
             )
         loaders = {"image": load_image, "video": load_video}
-        contents = [
-            loaders[kind](value, where, placed.folder, self.media_settings, self.cache)
+        loaded = [
+            (loaders[kind](value, where, placed.folder, self.media_settings, self.cache), where)
             for kind in keys
             for value, where in values[kind]
         ]
-        return with_parts, contents
+        return with_parts, loaded
 
     def _render(self, messages: list[Message], schemas: Sequence[Mapping[str, Any]], place: str) -> str:
         owner = self.tokenizer if self.processor is None else self.processor.template
@@ -166,13 +186,30 @@ class PromptBuilder:
                 "change the row's messages or data.chat_template_args"
             ) from error
 
-    def _tokenize(self, text: str, contents: Sequence[MediaContent], place: str) -> tuple[tuple[int, ...], Media]:
+    def _tokenize(self, text: str, loaded: LoadedMedia, place: str) -> tuple[tuple[int, ...], Media]:
         if self.processor is None:
             return encode_rendered(self.tokenizer, text), ()
         try:
-            return self.processor.encode(text, contents)
-        except (TypeError, ValueError, RuntimeError) as error:
+            return self.processor.encode(text, [content for content, _ in loaded])
+        except PROCESSOR_ERRORS as error:
+            for content, where in loaded:
+                self._check_alone(content, where)
             raise DataError(f"{place}: the processor refuses the row ({type(error).__name__}: {error})") from error
+
+    def _check_alone(self, content: MediaContent, where: str) -> None:
+        """Raise an error with the place of an image or video that the processor does not take by itself."""
+        assert self.processor is not None
+        try:
+            text = self._render([{"role": "user", "content": [{"type": content.kind}]}], (), where)
+        except DataError:  # a template that needs other messages says nothing about the image
+            return
+        try:
+            self.processor.encode(text, [content])
+        except PROCESSOR_ERRORS as error:
+            raise DataError(
+                f"{where}: the processor refuses the {content.kind} ({type(error).__name__}: {error}); change it, or "
+                "remove it"
+            ) from error
 
 
 def _mapping(row: Mapping[str, Any], key: str, place: str) -> dict[str, Any]:

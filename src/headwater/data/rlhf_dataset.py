@@ -29,9 +29,12 @@ from headwater.data.row_store import PlacedRow, RowStore, SupportsRows
 from headwater.data.sampler import DataPart
 from headwater.data.sources import SourceSettings, open_source, task_labels
 from headwater.data.tasks import Split
+from headwater.data.videos import evenly
 
 if TYPE_CHECKING:
     from headwater.core.data_proto import DataProto
+
+_NUM_ROWS_TO_JUDGE = 8
 
 
 class RLHFDataset:
@@ -135,7 +138,7 @@ class RLHFDataset:
         num_rows, limit, overlong = len(self._chosen), self._config.max_prompt_tokens, self._config.truncation
         if overlong not in ("filter", "error"):
             return self._chosen
-        has_media = self._builder.processor is not None
+        has_media = self._has_media()
         num_workers = choose_num_workers(self._config.num_filter_workers, num_rows, has_media)
         lengths = measure_lengths(
             lambda place: self._read_row(self._chosen[place]), num_rows, self._builder, num_workers, has_media
@@ -152,6 +155,21 @@ class RLHFDataset:
             )
         self.longest_prompt = max(length for length in lengths if length <= limit)
         return kept
+
+    def _has_media(self) -> bool:
+        """Whether a source seems to have images or videos, judged by a few of its rows."""
+        if self._builder.processor is None:
+            return False
+        for start, end in itertools.pairwise(self._starts):
+            first, stop = (bisect.bisect_left(self._chosen, number) for number in (start, end))
+            for place in evenly(stop - first, _NUM_ROWS_TO_JUDGE):
+                try:
+                    placed = self._read_row(self._chosen[first + place])
+                except DataError:  # measuring raises it, after the errors of earlier rows
+                    continue
+                if self._builder.holds_media(placed.row):
+                    return True
+        return False
 
     def _too_long(self, placed: PlacedRow, length: int, what: str) -> DataError:
         return DataError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 _DEFAULT_FRAME_S = 0.1
 """Browsers show a frame of an animation that states no duration for this long."""
 _SAME_TIME_S = 1e-6
+MIN_FRAMES_PER_S, MAX_FRAMES_PER_S = 1e-6, 1e6
+"""Rates outside of these are mistakes, and the times of their frames are too large for the positions of tokens."""
 
 Frame = TypeVar("Frame")
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,25 @@ def evenly(num_all: int, max_frames: int) -> list[int]:
     return [number * num_all // num_kept for number in range(num_kept)]
 
 
-def decode_video(data: bytes, where: str, rate: FrameRate) -> tuple[list[Image], float]:
-    """Frames of a file at equal distances of time, and how many there are per second."""
+def decode_video(data: bytes, where: str, rate: FrameRate, encode: Callable[[Image], Kept]) -> tuple[list[Kept], float]:
+    """What ``encode`` makes of frames of a file at equal distances of time, and how many there are per second.
+
+    One frame is decoded at a time, because all of them may need far more memory than their file.
+    """
     import_pillow(where)
     from PIL import Image, UnidentifiedImageError
 
     try:
         animation = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        return _decode_with_av(data, where, rate)
+        return _decode_with_av(data, where, rate, encode)
     except Exception as error:  # for a damaged file, decoders raise errors of many kinds
         raise DataError(f"{where}: not a readable video ({error}); fix or remove it") from error
     check_size(animation.size, where)
-    return guarded(lambda: _sampled_animation(animation, rate), where)
+    return guarded(lambda: _sampled_animation(animation, rate, encode), where)
 
 
-def _sampled_animation(animation: Any, rate: FrameRate) -> tuple[list[Image], float]:
+def _sampled_animation(animation: Any, rate: FrameRate, encode: Callable[[Image], Kept]) -> tuple[list[Kept], float]:
     durations = []
     for number in range(getattr(animation, "n_frames", 1)):
         animation.seek(number)
@@ -69,7 +75,7 @@ def _sampled_animation(animation: Any, rate: FrameRate) -> tuple[list[Image], fl
     frames = []
     for number in sampled(zip(starts, range(len(durations)), strict=False), duration_s, num_frames):
         animation.seek(number)
-        frames.append(animation.convert("RGBA" if animation.has_transparency_data else "RGB"))
+        frames.append(encode(animation.convert("RGBA" if animation.has_transparency_data else "RGB")))
     return frames, num_frames / duration_s
 
 
@@ -92,7 +98,9 @@ def sampled(frames: Iterable[tuple[float, Frame]], duration_s: float, num_frames
         time_s = next(times, math.inf)
 
 
-def _decode_with_av(data: bytes, where: str, rate: FrameRate) -> tuple[list[Image], float]:
+def _decode_with_av(
+    data: bytes, where: str, rate: FrameRate, encode: Callable[[Image], Kept]
+) -> tuple[list[Kept], float]:
     try:
         import av
     except ImportError as error:
@@ -111,7 +119,7 @@ def _decode_with_av(data: bytes, where: str, rate: FrameRate) -> tuple[list[Imag
             check_size((codec.width, codec.height), where)
             # Only the frames that are kept are converted.
             taken = sampled(_timed_frames(container, times[0]), duration_s, num_frames)
-            frames = [_upright(frame) for frame in taken]
+            frames = [encode(_upright(frame)) for frame in taken]
     except (av.error.FFmpegError, ValueError) as error:
         raise DataError(f"{where}: not a readable video ({error}); fix or remove it") from error
     if not frames:

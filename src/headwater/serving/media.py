@@ -11,11 +11,12 @@ from typing import Any
 from headwater.chat.messages import Message
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
-from headwater.data.media import KINDS, take_inline_media
+from headwater.data.media import KINDS, PROCESSOR_ERRORS, MediaSettings, take_inline_media
 from headwater.data.message_media import has_media, load_message_media, take_message_media
 from headwater.serving.errors import ApiError
+from headwater.serving.pixels import MAX_REQUEST_PIXELS, PixelBudget
 from headwater.serving.prompt import ModelLimits
-from headwater.serving.reading import check_client
+from headwater.serving.reading import check_client, continue_as_long_work
 
 MAX_ITEMS = 256
 """Images and videos of one request."""
@@ -24,23 +25,32 @@ _MAX_DOWNLOAD_BYTES = 32 * 2**20
 _PART_BYTES = 2**16
 
 
-def take_media(messages: Sequence[Message], limits: ModelLimits, name: str) -> tuple[list[Message], list[MediaContent]]:
+def pixels_of_request() -> PixelBudget:
+    return PixelBudget(MAX_REQUEST_PIXELS, "a request")
+
+
+def take_media(
+    messages: Sequence[Message], limits: ModelLimits, name: str, pixels: PixelBudget | None = None
+) -> tuple[list[Message], list[MediaContent]]:
     """The messages with ``{"type": "image", "digest": ...}`` where images are, and these in order.
 
-    Without a processor nothing is taken: the caller refuses parts that are not text.
+    Without a processor nothing is taken: the caller refuses parts that are not text. ``pixels`` is shared by all calls
+    for one request.
     """
     if limits.processor is None or not has_media(messages):
         return list(messages), []
     count = sum(is_media(part) for message in messages for part in _parts(message))
     if count > MAX_ITEMS:
         raise ApiError(f"{name}: {count} images and videos, and the limit is {MAX_ITEMS}; send fewer", param=name)
+    continue_as_long_work()
     check_client()
+    settings = MediaSettings(check=pixels or pixels_of_request())
     try:
         messages = [
             _with_downloads(message, f"{name}[{place}]", may_download=limits.fetches_media)
             for place, message in enumerate(messages)
         ]
-        loaded = load_message_media(messages, name, may_read_files=False)
+        loaded = load_message_media(messages, name, settings=settings, may_read_files=False)
     except DataError as error:
         raise ApiError(str(error), param=name, code="bad_media") from error
     taken, contents = take_message_media(loaded)
@@ -54,7 +64,7 @@ def encode_media(
     assert limits.processor is not None, "contents are only taken with a processor"
     try:
         return limits.processor.encode(text, contents)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
+    except PROCESSOR_ERRORS as error:
         raise ApiError(
             f"{name}: the model's processor refuses the images: {error}; send one part per image, and no placeholder "
             "tokens in texts",
@@ -74,7 +84,7 @@ def expand_media(
         raise ApiError(f"{name}: images need text, because this processor finds no placeholders in tokens", param=name)
     try:
         return expand(tokens, contents, limits.processor)
-    except ValueError as error:
+    except PROCESSOR_ERRORS as error:
         raise ApiError(f"{name}: {error}; send one placeholder per image", param=name, code="bad_media") from error
 
 

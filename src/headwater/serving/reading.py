@@ -6,6 +6,9 @@ the client disconnects, its body is not read to the end:
     reader = BodyReader(max_bytes=2**26, limit_s=120.0)
     body = await reader.receive(request)
     plan = await reader.in_thread(lambda: read(body))     # ``read`` calls ``check_client`` between two long steps
+
+Images take longer than text. What reads them calls ``continue_as_long_work``, which uses other threads, so that
+requests with text do not wait for images of others.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ T = TypeVar("T")
 
 _NUM_THREADS = 4
 """Few, because Python runs one of them at a time, and each can delay the event loop by some milliseconds."""
+_NUM_LONG_THREADS = 4
+"""Few, because each can need the memory of a large picture."""
 
 _client_left: ContextVar[threading.Event | None] = ContextVar("client_left", default=None)
+_must_be_short: ContextVar[bool] = ContextVar("must_be_short", default=False)
 
 
 class ClientLeft(Exception):
@@ -40,6 +46,17 @@ def check_client() -> None:
         raise ClientLeft
 
 
+class _IsLong(Exception):
+    """The work belongs into a thread for long work."""
+
+
+def continue_as_long_work() -> None:
+    """Tell that what follows may take seconds. If this thread is for short work, ``BodyReader`` does the work again
+    from its beginning in a thread for long work."""
+    if _must_be_short.get():
+        raise _IsLong
+
+
 class BodyReader:
     """Receives bodies on the event loop, and runs what reads them in a few threads."""
 
@@ -47,6 +64,7 @@ class BodyReader:
         self._max_bytes = max_bytes
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="headwater-body")
+        self._long_threads = ThreadPoolExecutor(_NUM_LONG_THREADS, thread_name_prefix="headwater-body-long")
 
     async def receive(self, request: web.Request) -> bytes:
         """The body of ``request``."""
@@ -82,11 +100,16 @@ class BodyReader:
         left = threading.Event()
         context = copy_context()
         context.run(_client_left.set, left)
+        context.run(_must_be_short.set, True)
         try:
             return await asyncio.wrap_future(self._threads.submit(context.run, work))
+        except _IsLong:
+            context.run(_must_be_short.set, False)
+            return await asyncio.wrap_future(self._long_threads.submit(context.run, work))
         finally:
             left.set()
 
     def close(self) -> None:
         """End the threads when what they do now has ended."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)

@@ -94,6 +94,8 @@ class ServerState:
         # Its first use may change a tokenizer that pads or truncates, which fails while another thread uses it.
         tokenizer.encode("a")
         takes_media = engine.capabilities.media
+        if takes_media and processor is not None:
+            processor.encode("a", ())  # its tokenizer is another one
         limits = ModelLimits(
             tokenizer,
             engine.limits,

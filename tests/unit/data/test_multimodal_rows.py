@@ -9,9 +9,11 @@ from PIL import Image
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
-from headwater.core.media import MediaBlock
-from headwater.data import measure
+from headwater.core.media import MediaBlock, MediaContent
+from headwater.data import measure, rlhf_dataset
+from headwater.data.prompt_builder import PromptBuilder
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.models.load import load_processor
 
 IMAGE_TOKENS = 2
 """A picture of 56x28 pixels."""
@@ -134,6 +136,34 @@ def test_rows_with_images_are_measured_by_workers_sooner():
     assert measure.choose_num_workers(3, 4, has_media=True) == 1
 
 
+def test_rows_of_text_are_measured_as_such_with_a_vision_model_too(tokenizer, processor, monkeypatch):
+    judged = []
+
+    def choose(num_asked, num_rows, has_media):
+        judged.append(has_media)
+        return 1
+
+    monkeypatch.setattr(rlhf_dataset, "choose_num_workers", choose)
+    part = {"type": "image", "image": picture("red")}
+    text, column, inline = (
+        [{"prompt": "Hi"}] * 20,
+        [{"prompt": "Hi", "images": []}, {"prompt": "<image>", "images": [picture("red")]}],
+        [{"prompt": [{"role": "user", "content": [part]}]}],
+    )
+    for sources in ([text], [column], [inline], [text, column]):
+        RLHFDataset(sources, DataConfig(), tokenizer, processor=processor)
+    assert judged == [False, True, True, True]
+    with pytest.raises(DataError, match="row 0: is a int"):
+        RLHFDataset([[3, *text]], DataConfig(), tokenizer, processor=processor)
+
+
+def test_errors_of_numbers_in_a_processor_name_the_row(tokenizer):
+    endless = MediaContent.of("video", [png("red")], 1e-300)
+    builder = PromptBuilder(DataConfig(), tokenizer, load_processor("tiny:smolvlm"))
+    with pytest.raises(DataError, match=r"row 3: .*the processor refuses the .*OverflowError"):
+        builder._tokenize("<video>", [(endless, "row 3: videos[0]")], "row 3")
+
+
 def test_text_rows_beside_image_rows(tokenizer, processor, write_parquet):
     rows = [{"prompt": "<image>?", "images": [{"bytes": png("red")}]}, {"prompt": "Hi", "images": None}]
     dataset = build(write_parquet(rows), tokenizer, processor)
@@ -172,6 +202,18 @@ def test_bad_rows(tokenizer, processor):
         ({"prompt": "<video>", "videos": [[3]]}, r"videos\[0\] frame 0: a int is not an image"),
         ({"prompt": "<video>", "videos": [[]]}, r"videos\[0\]: the video has no frames"),
         ({"prompt": "<video>", "videos": [{"frames": [png("red")], "fps": 0}]}, r"videos\[0\]: fps = 0; must be"),
+        (
+            {"prompt": "<video>", "videos": [{"frames": [png("red")], "fps": 1e-300}]},
+            r"videos\[0\]: fps = 1e-300;",
+        ),
+        (
+            {"prompt": "<image><image>", "images": [picture("red"), picture("red", (2001, 10))]},
+            r"images\[1\]: the processor refuses the image \(ValueError: a picture of 2001×10 pixels is too narrow",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": picture("red", (10, 2001))}]}]},
+            r"prompt\[0\].content\[0\]: the processor refuses the image",
+        ),
         ({"prompt": "<video>", "videos": [picture("red")]}, r"videos\[0\]: one image is not a video"),
     ):
         with pytest.raises(DataError, match=f"dataset object, row 0: {message}"):

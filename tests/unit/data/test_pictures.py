@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import random
 import struct
 import zlib
 
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from headwater.core.errors import DataError
-from headwater.data.media import MediaCache, MediaSettings, load_image
+from headwater.data import media
+from headwater.data.media import MediaCache, MediaSettings, load_image, size_in_memory
 from headwater.data.pictures import MAX_SOURCE_PIXELS, PictureLimits, encode_picture, fitted_size
 
 LIMITS = PictureLimits(0, 10_000)
@@ -109,6 +111,20 @@ def test_resizing():
     assert decoded(encode_picture(data, "here", PictureLimits(200_000, 300_000))).size == (633, 317)
 
 
+def test_an_item_cannot_exceed_the_limits_of_its_owner(monkeypatch):
+    def size(owner, **limits):
+        item = {"image": encoded(half_red((40, 20)), "PNG"), **limits}
+        width, height = load_image(item, "here", None, MediaSettings(owner)).images()[0].size
+        return width * height
+
+    assert size(LIMITS, max_pixels=200) <= 200
+    assert size(LIMITS, min_pixels=5000) == pytest.approx(5000, rel=0.05)
+    assert size(LIMITS, min_pixels=10**6) == pytest.approx(LIMITS.max_pixels, rel=0.05)
+    assert size(PictureLimits(0, 200), max_pixels=10**10) <= 200
+    monkeypatch.setattr(media, "MAX_SOURCE_PIXELS", 20_000)
+    assert size(PictureLimits(0, 10**7), min_pixels=10**6) == pytest.approx(20_000, rel=0.05)
+
+
 def test_bombs_are_refused_before_they_are_decoded():
     side = int(MAX_SOURCE_PIXELS**0.5)
     for size in ((side + 1, side + 1), (10**5, 10**5), (2**31 - 1, 2)):
@@ -154,6 +170,27 @@ def test_unreadable_files():
         encode_picture(bytes(damaged), "here", LIMITS)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("file_format", ["TIFF", "PNG", "GIF", "WEBP", "JPEG"])
+def test_damaged_files_are_read_or_refused(file_format):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = encoded(half_red(), file_format, **({} if file_format == "GIF" else {"exif": exif}))
+    rng = random.Random(0)
+    num_refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            # The headers and tags of these formats are at the beginning or at the end.
+            place = rng.randrange(80) if rng.random() < 0.5 else -rng.randrange(1, 160)
+            damaged[place % len(damaged)] = rng.randrange(256)
+        try:
+            encode_picture(bytes(damaged), "here", LIMITS)
+        except DataError:
+            num_refused += 1
+    assert num_refused
+
+
 def test_an_animation_is_not_an_image():
     data = encoded(half_red(), "GIF", save_all=True, append_images=[Image.new("RGB", (40, 20), "lime")])
     with pytest.raises(DataError, match=r"here: the file has 2 frames; give it as a video, or save one frame"):
@@ -164,7 +201,7 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     for number, path in enumerate(paths):
         path.write_bytes(encoded(Image.effect_noise((50, 50), 40 + number), "PNG"))
-    size = max(path.stat().st_size for path in paths) + 512
+    size = max(size_in_memory(load_image(path, "here", None)) for path in paths)
     cache = MediaCache(2 * size)
 
     def load(value):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from PIL import Image
 from test_multimodal_rows import build, colors, picture, png
 
 from headwater.core.errors import DataError
+from headwater.data import media
 from headwater.data.media import MediaSettings, load_video
+from headwater.data.pictures import encode_picture
 from headwater.data.videos import FrameRate, decode_video, evenly, sampled
 
 
@@ -79,18 +82,33 @@ def test_the_frame_that_is_shown_at_a_time():
     assert list(sampled([], 4.0, 2)) == []
 
 
+def color(image):
+    return image.convert("RGB").getpixel((0, 0))
+
+
 def test_animations_are_sampled_by_time():
     for file_format in ("GIF", "WEBP", "PNG"):
         data = animation(["red", "lime", "blue"], [1000, 500, 500], file_format)
-        images, rate = decode_video(data, "here", FrameRate(2.0))
-        assert [image.convert("RGB").getpixel((0, 0)) for image in images] == [(255, 0, 0)] * 2 + [
-            (0, 255, 0),
-            (0, 0, 255),
-        ]
+        shades, rate = decode_video(data, "here", FrameRate(2.0), color)
+        assert shades == [(255, 0, 0)] * 2 + [(0, 255, 0), (0, 0, 255)]
         assert rate == pytest.approx(2.0)
-        images, rate = decode_video(data, "here", FrameRate(2.0, max_frames=2))
-        assert [image.convert("RGB").getpixel((0, 0)) for image in images] == [(255, 0, 0), (0, 255, 0)]
+        shades, rate = decode_video(data, "here", FrameRate(2.0, max_frames=2), color)
+        assert shades == [(255, 0, 0), (0, 255, 0)]
         assert rate == pytest.approx(1.0)
+
+
+def test_one_frame_at_a_time_is_in_memory(monkeypatch):
+    data = animation(["red", "lime", "blue", "red"], [500] * 4, "GIF")
+    frames, num_alive = [], []
+
+    def encode(frame, *arguments):
+        num_alive.append(sum(each() is not None for each in frames))
+        frames.append(weakref.ref(frame))
+        return encode_picture(frame, *arguments)
+
+    monkeypatch.setattr(media, "encode_picture", encode)
+    assert len(load_video(data, "here", None).frames) == 4
+    assert num_alive == [0] * 4
 
 
 def test_files_need_a_decoder(tmp_path, monkeypatch):

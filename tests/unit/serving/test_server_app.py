@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +19,8 @@ from tiny import tokenizer
 from headwater.core.new_tokens import TOKEN, NewTokens
 from headwater.engine.engine import Engine
 from headwater.serving.app import build_app
+from headwater.serving.native import routes
+from headwater.serving.native.request import read_request
 from headwater.serving.options import ServerOptions
 from headwater.serving.state import STATE
 
@@ -247,6 +251,36 @@ def test_a_connection_that_drops_keeps_no_name_and_takes_none_from_others(paused
             assert client.app[STATE].active.find("mine") == ()
 
     run(scenario())
+
+
+def test_long_messages_of_a_connection_are_read_in_a_thread(paused, monkeypatch):
+    threads = []
+
+    def padded(value):
+        return json.dumps(value) + " " * 200_000
+
+    def read(*arguments):
+        threads.append(threading.current_thread().name)
+        return read_request(*arguments)
+
+    monkeypatch.setattr(routes, "read_request", read)
+
+    async def scenario() -> None:
+        async with serving(paused) as client, client.ws_connect("/headwater/connect") as socket:
+            await socket.send_json({"id": 1, "request": LONG})
+            await socket.send_json({"id": 2, "request": LONG}, dumps=padded)
+            # The messages after a long one wait for it.
+            await socket.send_json({"id": 2, "leave": True})
+            await socket.send_json({"id": 1, "leave": True})
+            await socket.send_json({"id": 3, "request": {}}, dumps=padded)
+            [line] = await socket.receive_json(timeout=LIMIT_S)
+            assert (line["id"], "input_tokens" in line["error"]["message"]) == (3, True)
+            await until(lambda: num_waiting(paused) == 0)
+
+    run(scenario())
+    assert threads[0] == threading.current_thread().name
+    assert all(name.startswith("headwater-body") for name in threads[1:])
+    assert len(threads) == 3
 
 
 def test_a_connection_gets_rounds_and_not_one_message_per_request(roomy):

@@ -34,10 +34,12 @@ from headwater.core.errors import DataError, RequestError
 from headwater.core.media import MediaContent
 from headwater.core.protocols import EngineLimits
 from headwater.core.records import ModelRequest, SamplingParams
+from headwater.data.media import size_in_memory
 from headwater.engine.engine import Engine
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_processor, load_tokenizer
 from headwater.models.vision.placeholders import collapse
+from headwater.models.vision.processor import VisionProcessor
 from headwater.observe.spans import Spans
 from headwater.serving import media
 from headwater.serving.app import build_app
@@ -69,10 +71,10 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def bomb() -> bytes:
-    """A small file whose header promises 400 million pixels."""
+def bomb(side: int = 20_000) -> bytes:
+    """A small file whose header promises 400 million pixels, or another square."""
     data = bytearray(png("red"))
-    data[16:24] = (20_000).to_bytes(4, "big") * 2
+    data[16:24] = side.to_bytes(4, "big") * 2
     data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
     return bytes(data)
 
@@ -127,13 +129,21 @@ def test_a_request_with_images_arrives_as_it_was_sent() -> None:
 
 
 def test_a_store_keeps_what_was_used_last() -> None:
-    store = ReceivedMedia(max_bytes=len(RED.frames[0]) + len(BLUE.frames[0]) + 10)
+    store = ReceivedMedia(max_bytes=size_in_memory(RED) + size_in_memory(BLUE) + 10)
     green = MediaContent.of("image", [png("green")])
     store.keep(RED)
     store.keep(BLUE)
     assert store.keep(MediaContent.of("image", list(RED.frames))) is RED
     store.keep(green)
     assert [store.get(each.digest) is not None for each in (RED, BLUE, green)] == [True, False, True]
+
+
+def test_a_store_does_not_keep_any_number_of_tiny_contents() -> None:
+    store = ReceivedMedia(max_bytes=20_000)
+    contents = [MediaContent.of("video", [bytes([number])] * 10, 1.0) for number in range(100)]
+    for content in contents:
+        store.keep(content)
+    assert 10 < sum(store.get(each.digest) is not None for each in contents) < 30
 
 
 def test_refused_media_are_named() -> None:
@@ -143,6 +153,9 @@ def test_refused_media_are_named() -> None:
         return {**body, "media": [{**body["media"][0], **change}]}
 
     start = body["media"][0]["blocks"][0][0]
+    large = base64.b64encode(bomb(9_000)).decode()
+    digest = MediaContent.of("image", [bomb(9_000)]).digest
+    whole = changed(frames=[large], digest=digest)["media"]
     cases = [
         (changed(kind="sound"), 'media[0].kind = "sound": must be one of image, video'),
         (changed(digest="0" * 64), "media[0].digest"),
@@ -150,6 +163,9 @@ def test_refused_media_are_named() -> None:
         (changed(frames=[base64.b64encode(b"text").decode()]), "media[0].frames[0]: not a readable image"),
         (changed(frames=[base64.b64encode(bomb()).decode()]), "media[0].frames[0]: larger than 89478485 pixels"),
         (changed(frames=body["media"][0]["frames"] * 2), "must be a list of 1 to 1 encoded images"),
+        (changed(kind="video", frames=[large] * 4), "media[0].frames[3]: the pictures of an item have more than 2684"),
+        ({**body, "media": whole * 14}, "media[13].frames[0]: the pictures of a request have more than 1073741824"),
+        (changed(kind="video", frames_per_s=1e-300), "media[0].frames_per_s = 1e-300: must be 0, or in 1e-06 to"),
         (changed(blocks=[[start, 4]]), "media[0].blocks[0]"),
         (changed(blocks=[[start, 4, [1, 1, 3], 1.0]]), "the product of the grid"),
         (changed(blocks=[[len(body["input_tokens"]) - 1, 4, [1, 2, 2], 1.0]]), "ends at token"),
@@ -425,13 +441,38 @@ def test_generate_takes_images_with_text_and_with_token_ids(engine: Engine) -> N
         ({"input_ids": short[1], "image_data": images}, "image_data: the tokens have 1 placeholders for 2 images"),
         ({"input_ids": short, "image_data": [images]}, "image_data: a list of 1 for 2 prompts"),
         ({"input_ids": short, "image_data": images[0]}, "image_data: one image for 2 prompts"),
-        ({"input_ids": short[1], "image_data": "/etc/passwd"}, "is not read from the disk"),
+        ({"input_ids": short[1], "image_data": "/etc/passwd"}, "the base64 text of the data URL is damaged"),
+        ({"input_ids": short[1], "image_data": "file:///etc/passwd"}, "is not read from the disk"),
         ({"input_ids": short[1], "image_data": 7}, "image_data[0] = 7: must be a data URL"),
         ({"text": "a", "image_data": images[0]}, "0 placeholders <|image_pad|> for 1 images"),
     ]
     for change, message in cases:
         status, body = ask(engine, "/generate", {**change, "sampling_params": params})
         assert (status, message in body["error"]["message"]) == (400, True), body
+
+
+def test_generate_takes_a_jpeg_in_base64_alone(engine: Engine) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (56, 56), "blue").save(stream, "JPEG")
+    (short,) = (collapse(each.input_tokens, each.media, processor()) for each in [request(BLUE)])
+    params = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
+    replies = [
+        ask(engine, "/generate", {"input_ids": short, "image_data": image, "sampling_params": params})
+        for image in (base64.b64encode(stream.getvalue()).decode(), data_url(stream.getvalue(), "image/jpeg"))
+    ]
+    assert [status for status, _ in replies] == [200, 200]
+    assert replies[0][1]["output_ids"] == replies[1][1]["output_ids"]
+
+
+def test_the_processors_tokenizer_is_used_before_threads_share_it(engine: Engine) -> None:
+    words = load_tokenizer(MODEL)
+    own = VisionProcessor(words, processor().family)
+    words.backend_tokenizer.enable_truncation(5)
+    words.backend_tokenizer.enable_padding()
+    build_app(engine, load_tokenizer(MODEL), ServerOptions("m"), processor=own)
+    # Changing these later fails with "Already borrowed" while another thread uses the tokenizer.
+    assert words.backend_tokenizer.truncation is None
+    assert words.backend_tokenizer.padding is None
 
 
 def test_the_server_tells_whether_it_takes_images(engine: Engine) -> None:

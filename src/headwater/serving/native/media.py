@@ -17,9 +17,12 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
-from headwater.data.pictures import check_size, import_pillow, open_picture
+from headwater.data.media import size_in_memory
+from headwater.data.pictures import import_pillow, open_picture
+from headwater.data.videos import MAX_FRAMES_PER_S, MIN_FRAMES_PER_S
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
 from headwater.serving.fields import Fields, is_integer
+from headwater.serving.pixels import MAX_REQUEST_PIXELS, MAX_VIDEO_PIXELS, PixelBudget
 
 UNKNOWN_MEDIA = "unknown_media"
 """The code of the answer to a request that refers to a content which the server does not have."""
@@ -49,7 +52,7 @@ class ReceivedMedia:
 
     def keep(self, content: MediaContent) -> MediaContent:
         """Return the kept content with this digest, so that requests with equal pictures share their bytes."""
-        size = _size(content)
+        size = size_in_memory(content)
         with self._lock:
             if content.digest in self._kept:
                 self._kept.move_to_end(content.digest)
@@ -58,12 +61,8 @@ class ReceivedMedia:
                 self._kept[content.digest] = content
                 self._num_bytes += size
                 while self._num_bytes > self._max_bytes:
-                    self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+                    self._num_bytes -= size_in_memory(self._kept.popitem(last=False)[1])
         return content
-
-
-def _size(content: MediaContent) -> int:
-    return sum(len(frame) for frame in content.frames)
 
 
 def write_media(media: Media, known: set[str] | None = None) -> list[dict[str, Any]]:
@@ -98,12 +97,13 @@ def read_media(values: Any, num_tokens: int, store: ReceivedMedia | None) -> Med
         )
     if not isinstance(values, list) or len(values) > MAX_ITEMS:
         raise wrong("media", values, f"must be a list of at most {MAX_ITEMS} items")
-    media = tuple(_read_item(value, f"media[{place}]", store) for place, value in enumerate(values))
+    pixels = PixelBudget(MAX_REQUEST_PIXELS, "a request")
+    media = tuple(_read_item(value, f"media[{place}]", store, pixels) for place, value in enumerate(values))
     _check_places(media, num_tokens)
     return media
 
 
-def _read_item(value: Any, name: str, store: ReceivedMedia) -> PlacedMedia:
+def _read_item(value: Any, name: str, store: ReceivedMedia, pixels: PixelBudget) -> PlacedMedia:
     if not isinstance(value, dict):
         raise wrong(name, value, "must be an object with kind, digest, blocks and frames")
     fields = Fields(value, name)
@@ -126,17 +126,21 @@ def _read_item(value: Any, name: str, store: ReceivedMedia) -> PlacedMedia:
         if content.kind != kind:
             raise wrong(f"{name}.kind", kind, f"the content with this digest is of kind {content.kind}")
         return PlacedMedia(content, blocks)
-    content = MediaContent.of(kind, _read_frames(frames, kind, f"{name}.frames"), frames_per_s)
+    if frames_per_s != 0 and not MIN_FRAMES_PER_S <= frames_per_s <= MAX_FRAMES_PER_S:
+        rule = f"must be 0, or in {MIN_FRAMES_PER_S:g} to {MAX_FRAMES_PER_S:g}"
+        raise wrong(f"{name}.frames_per_s", frames_per_s, rule)
+    content = MediaContent.of(kind, _read_frames(frames, kind, f"{name}.frames", pixels), frames_per_s)
     if content.digest != digest:
         raise wrong(f"{name}.digest", digest, f"the frames have the digest {content.digest}; send them again")
     return PlacedMedia(store.keep(content), blocks)
 
 
-def _read_frames(values: Any, kind: str, name: str) -> list[bytes]:
+def _read_frames(values: Any, kind: str, name: str, pixels: PixelBudget) -> list[bytes]:
     most = 1 if kind == "image" else MAX_FRAMES
     if not isinstance(values, list) or not 1 <= len(values) <= most:
         raise wrong(name, values, f"must be a list of 1 to {most} encoded images")
     frames = []
+    budgets = (pixels, PixelBudget(MAX_VIDEO_PIXELS, "an item"))
     import_pillow(name)
     for place, text in enumerate(values):
         try:
@@ -145,7 +149,9 @@ def _read_frames(values: Any, kind: str, name: str) -> list[bytes]:
             raise ApiError(f"{name}[{place}]: is not base64 ({error}); encode it again", param=name) from error
         try:
             # Only the header. Whoever decodes the picture knows that it is not too large.
-            check_size(open_picture(frame, f"{name}[{place}]").size, f"{name}[{place}]")
+            size = open_picture(frame, f"{name}[{place}]").size
+            for budget in budgets:
+                budget(size, f"{name}[{place}]")
         except DataError as error:
             raise ApiError(str(error), param=name) from error
         frames.append(frame)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from typing import Any, cast
 
@@ -30,6 +30,9 @@ from headwater.serving.state import STATE, ServerState
 log = logging.getLogger(__name__)
 
 SOCKETS = web.AppKey("sockets", weakref.WeakSet[web.WebSocketResponse])
+
+_LONG_CHARACTERS = 2**17
+"""A longer message takes milliseconds to read, so it is read in a thread. Most of these have images."""
 
 
 class RequestSocket:
@@ -54,22 +57,26 @@ class RequestSocket:
         self._follower = follow(state.engine, self)
         self._sender = asyncio.create_task(self._send())
 
-    def receive(self, text: str) -> None:
-        """Handle one message of the client. Raise ``ApiError`` for a message that belongs to no request."""
-        fields = Fields(read_object(text.encode()))
-        number, body, leave = fields.optional_integer("id"), fields.mapping("request"), fields.flag("leave", False)
-        fields.done()
-        if number is None or not 0 <= number < 2**63 or leave == (body is not None):
-            raise ApiError('a message is {"id": number, "request": {...}} or {"id": number, "leave": true}')
-        if body is None:
+    async def receive(self, text: str) -> None:
+        """Handle one message of the client. Raise ``ApiError`` for a message that belongs to no request.
+
+        The client's messages are handled in their order, so the next one waits while a thread reads a long one.
+        """
+        if len(text) > _LONG_CHARACTERS:
+            number, asked = await self._state.bodies.in_thread(lambda: self._read(text))
+        else:
+            number, asked = self._read(text)
+        if asked is None:
             if number in self._names:
                 self._left.add(number)
                 self._follower.leave(number)
                 self._names[number].close()
         elif number in self._names:
             raise ApiError(f"id = {number}: a request with this number has not ended; use another number")
+        elif isinstance(asked, Exception):
+            self.failed(number, asked)
         else:
-            self._enter(number, body)
+            self._enter(number, asked)
 
     async def end(self) -> None:
         """End all requests, because the client has disconnected."""
@@ -80,9 +87,22 @@ class RequestSocket:
         self._names.clear()
         await asyncio.gather(self._sender, return_exceptions=True)
 
-    def _enter(self, number: int, body: Mapping[str, Any]) -> None:
+    def _read(self, text: str) -> tuple[int, ModelRequest | Exception | None]:
+        """The number of a message with its request, or with the error of a wrong one; None if the client leaves it."""
+        fields = Fields(read_object(text.encode()))
+        number, body, leave = fields.optional_integer("id"), fields.mapping("request"), fields.flag("leave", False)
+        fields.done()
+        if number is None or not 0 <= number < 2**63 or leave == (body is not None):
+            raise ApiError('a message is {"id": number, "request": {...}} or {"id": number, "leave": true}')
+        if body is None:
+            return number, None
         try:
-            request = read_request(body, self._state.limits, self._state.media)
+            return number, read_request(body, self._state.limits, self._state.media)
+        except Exception as error:  # noqa: BLE001  the client of this request is told, and the others are served
+            return number, error
+
+    def _enter(self, number: int, request: ModelRequest) -> None:
+        try:
             self._state.check_given_tokens(request)
             self._follower.enter(number, request)
         except Exception as error:  # noqa: BLE001  the client of this request is told, and the others are served
@@ -162,7 +182,7 @@ async def connect(request: web.Request) -> web.WebSocketResponse:
     try:
         async for message in socket:
             if message.type is WSMsgType.TEXT:
-                connection.receive(message.data)
+                await connection.receive(message.data)
     except ApiError as error:
         # The request cannot be identified, so its caller would wait forever if the connection stayed open.
         await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=str(error).encode()[:120])

@@ -14,8 +14,9 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Grammar, ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_text, is_integer
-from headwater.serving.media import encode_media, expand_media, take_media
+from headwater.serving.media import encode_media, expand_media, pixels_of_request, take_media
 from headwater.serving.output import OutputPiece, TextRules, token_text
+from headwater.serving.pixels import PixelBudget
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import GuideFields, checked_params, read_min_p, read_stops, sample_keys
 
@@ -155,7 +156,7 @@ def _prompts(fields: Fields, limits: ModelLimits, images: Any) -> tuple[bool, li
         raise wrong("input_ids", ids, "must be a list of token ids, or a list of such lists")
     if isinstance(values, list):
         _refuse_no_prompts(values, field)
-    read = partial(_prompt_of_text if text is not None else _prompt_of_ids, limits=limits)
+    read = partial(_prompt_of_text if text is not None else _prompt_of_ids, limits=limits, pixels=pixels_of_request())
     if not isinstance(values, list) or (field == "input_ids" and is_integer(values[0])):
         return False, [read(values, images, field=field, images_field="image_data")]
     limits.check_count(len(values), field)
@@ -172,20 +173,24 @@ def _prompts(fields: Fields, limits: ModelLimits, images: Any) -> tuple[bool, li
     ]
 
 
-def _prompt_of_text(text: Any, images: Any, *, limits: ModelLimits, field: str, images_field: str) -> TokensWithMedia:
-    contents = _contents(images, limits, images_field)
+def _prompt_of_text(
+    text: Any, images: Any, *, limits: ModelLimits, pixels: PixelBudget, field: str, images_field: str
+) -> TokensWithMedia:
+    contents = _contents(images, limits, pixels, images_field)
     if not contents:
         return limits.tokens_of_text(text, field), ()
     return encode_media(limits.short_text(text, field), contents, limits, images_field)
 
 
-def _prompt_of_ids(ids: Any, images: Any, *, limits: ModelLimits, field: str, images_field: str) -> TokensWithMedia:
+def _prompt_of_ids(
+    ids: Any, images: Any, *, limits: ModelLimits, pixels: PixelBudget, field: str, images_field: str
+) -> TokensWithMedia:
     """Token ids, with one placeholder per image as SGLang expects them."""
-    tokens, contents = limits.tokens_of_ids(ids, field), _contents(images, limits, images_field)
+    tokens, contents = limits.tokens_of_ids(ids, field), _contents(images, limits, pixels, images_field)
     return expand_media(tokens, contents, limits, images_field) if contents else (tokens, ())
 
 
-def _contents(images: Any, limits: ModelLimits, field: str) -> list[MediaContent]:
+def _contents(images: Any, limits: ModelLimits, pixels: PixelBudget, field: str) -> list[MediaContent]:
     """The images of one prompt: one, or a list. Each is a data URL, or base64 alone."""
     values = images if isinstance(images, list) else [] if images in (None, "") else [images]
     parts = []
@@ -193,7 +198,8 @@ def _contents(images: Any, limits: ModelLimits, field: str) -> list[MediaContent
         url = value.get("url") if isinstance(value, dict) else value
         if not isinstance(url, str):
             raise wrong(f"{field}[{place}]", value, "must be a data URL, or an image in base64")
-        is_address = url.startswith(("data:", "http://", "https://", "file:", "/", "."))
+        # Not "/": the base64 text of every JPEG file begins with it.
+        is_address = url.startswith(("data:", "http://", "https://", "file:"))
         parts.append({"type": "image_url", "image_url": url if is_address else f"data:;base64,{url}"})
     if parts and limits.processor is None:
         raise ApiError(
@@ -201,7 +207,7 @@ def _contents(images: Any, limits: ModelLimits, field: str) -> list[MediaContent
             param="image_data",
             code="unsupported",
         )
-    return take_media([{"role": "user", "content": parts}], limits, field)[1]
+    return take_media([{"role": "user", "content": parts}], limits, field, pixels)[1]
 
 
 def _refuse_no_prompts(values: list[Any], field: str) -> None:
