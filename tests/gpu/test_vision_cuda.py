@@ -108,6 +108,7 @@ def test_the_tower_runs_once_per_picture_and_again_for_new_weights(name, monkeyp
         monkeypatch.setattr(MediaEncoder, "_computed", counted)
         slow = Stepped(engine)
         answers = [slow.submit(each) for each in asked]
+        slow.await_media(len(asked))
         while not engine.metrics().num_tokens_generated:
             slow.turn()
         assert sorted(calls) == sorted([ONE.digest, WIDE.digest])

@@ -116,6 +116,7 @@ def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
         before = engine.weights_checksum()
         slow = Stepped(engine)
         answers = [slow.submit(each) for each in asked]
+        slow.await_media(len(asked))
         while not engine.metrics().num_tokens_generated:
             slow.turn()
         slow.engine.update_weights(WeightUpdate.of(1, changed.items()), "interrupt")
