@@ -24,7 +24,8 @@ from engine.vision_parts import (
 )
 
 from headwater.core.protocols import WeightUpdate
-from headwater.models.vision import VisionTower, vision_parameter_names
+from headwater.engine.media import MediaEncoder
+from headwater.models.vision import vision_parameter_names
 
 CLOSE = {"abs": 1e-4}
 
@@ -94,19 +95,20 @@ def test_pictures_with_equal_tokens_share_nothing(name):
 @pytest.mark.parametrize("name", BUILT)
 def test_the_tower_runs_once_per_picture_and_again_for_new_weights(name, monkeypatch):
     calls: list[str] = []
-    compute = VisionTower.__call__
+    compute = MediaEncoder._computed
 
-    def counted(tower, contents):
-        calls.extend(each.digest for each in contents)
-        return compute(tower, contents)
+    def counted(encoder, inputs):
+        calls.extend(inputs)
+        return compute(encoder, inputs)
 
     asked = [asking(name, [ONE, WIDE], key, max_new_tokens=64) for key in range(8)]
     changed, other = (dict(reference(name, seed, "cuda").named_parameters()) for seed in (0, 1))
     changed |= {key: other[key] for key in vision_parameter_names(reference(name))}
     with cuda(name, decode_steps=4) as engine:
-        monkeypatch.setattr(VisionTower, "__call__", counted)
+        monkeypatch.setattr(MediaEncoder, "_computed", counted)
         slow = Stepped(engine)
         answers = [slow.submit(each) for each in asked]
+        slow.await_media(len(asked))
         while not engine.metrics().num_tokens_generated:
             slow.turn()
         assert sorted(calls) == sorted([ONE.digest, WIDE.digest])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -55,9 +55,14 @@ class MediaContent:
 
     def images(self) -> list[Image]:
         """The frames as RGB images of Pillow."""
+        return list(self.each_image())
+
+    def each_image(self) -> Iterator[Image]:
+        """The same, one after the other: all frames of a video in full size may need far more memory than its file."""
         from PIL import Image
 
-        return [Image.open(io.BytesIO(frame)).convert("RGB") for frame in self.frames]
+        for frame in self.frames:
+            yield Image.open(io.BytesIO(frame)).convert("RGB")
 
 
 class MediaBlock(NamedTuple):

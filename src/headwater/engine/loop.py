@@ -23,12 +23,15 @@ from headwater.core.waits import wait_for_future
 from headwater.engine.delivery import EngineOrder
 from headwater.engine.guides import Guidance, alternatives
 from headwater.engine.lanes import Round
+from headwater.engine.media_reader import MediaFailed
 from headwater.engine.plans import NeedsRoom
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.scoring import PromptScoring
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.stops import StopTables, cut_at_stop
+from headwater.engine.throughput import Throughput
+from headwater.engine.unread import UnreadRequests
 from headwater.observe.spans import Spans
 
 _IDLE_S = 0.5
@@ -77,9 +80,7 @@ class EngineLoop:
         self._rounds: deque[Round] = deque()
         self._awaiting_drain: deque[EngineOrder] = deque()
         self._inbox: deque[EngineSequence | EngineOrder] = deque()
-        self._reading: list[EngineSequence] = []
-        """Requests whose images and videos are being read by other threads."""
-        self._has_read = False
+        self._unread = UnreadRequests()
         self._abandoned: set[EngineSequence] = set()
         self._is_called = False
         """Whether a caller waits for the end of this round: the inbox has a command, or a request was abandoned."""
@@ -120,7 +121,7 @@ class EngineLoop:
     def media_read(self) -> None:
         """An image or video that a request waits for has been read, or cannot be read."""
         with self._wakeup:
-            self._has_read = True
+            self._unread.has_news = True
             self._wakeup.notify()
 
     def progress(self) -> object:
@@ -133,7 +134,7 @@ class EngineLoop:
     @property
     def num_unscored(self) -> int:
         """Requests that wait for the log-probs of their prompts, or for their media to be read."""
-        return len(self._scoring.waiting) + len(self._reading)
+        return len(self._scoring.waiting) + len(self._unread)
 
     def close(self) -> None:
         """Abort every request, then end the thread."""
@@ -164,7 +165,8 @@ class EngineLoop:
             self.runner.use_device()
             while self._wait_for_work():
                 self._take_inbox()
-                self._take_read()
+                if self._unread.has_news:
+                    self._take_read()
                 if not (self._awaiting_drain and self._finish_drain()):
                     self._round()
         except Exception as error:  # noqa: BLE001  every waiting request fails with this error
@@ -192,7 +194,7 @@ class EngineLoop:
         return True
 
     def _has_work(self) -> bool:
-        if self._rounds or self._has_read:
+        if self._rounds or self._unread.has_news:
             return True
         if self._awaiting_drain:
             return not self._cannot_run or not self.scheduler.num_draining
@@ -224,9 +226,7 @@ class EngineLoop:
             if item.reading is None:
                 self._enter(item)
             else:
-                self._reading.append(item)
-                if item.reading.is_done:
-                    self._has_read = True
+                self._unread.add(item)
             self._inbox.popleft()
             return
         self._read_all()
@@ -239,21 +239,13 @@ class EngineLoop:
 
     def _take_read(self) -> None:
         """Let requests enter whose media have been read. Requests whose media cannot be read fail."""
-        with self._wakeup:
-            has_read, self._has_read = self._has_read, False
-        if not has_read:
-            return
-        waiting, self._reading = self._reading, []
-        for sequence in waiting:
+        for sequence in self._unread.take_read():
             assert sequence.reading is not None
-            if not sequence.reading.is_done:
-                self._reading.append(sequence)
-            elif (error := sequence.reading.error()) is None:
+            error = sequence.reading.error()
+            if error is None:
                 self._enter(sequence)
             else:
-                sequence.error = error
-                self.num_failed += 1
-                sequence.on_end(sequence)
+                self._end_with(sequence, error)
 
     def _enter(self, sequence: EngineSequence) -> None:
         if sequence.request.sampling.prompt_logprobs:
@@ -285,7 +277,12 @@ class EngineLoop:
     def _score(self) -> None:
         """Score prompts whose log-probs were requested. Then they generate like others."""
         now = time.perf_counter()
-        for sequence in self._scoring.score(self.runner, self.scheduler.version):
+        try:
+            scored = self._scoring.score(self.runner, self.scheduler.version)
+        except MediaFailed as failed:
+            self._refuse_media(failed)
+            return
+        for sequence in scored:
             sequence.started = now
             if not self._ends_as_given(sequence):
                 self.scheduler.add(sequence)
@@ -305,7 +302,11 @@ class EngineLoop:
             self.runner.rows.set_pages(*plan.page_updates)
             started = np.array(plan.started, np.int64)
             guidance = self._guidance(started) if plan.batch.needs.is_guided else None
-            output = self.runner.prefill(plan.batch, guidance)
+            try:
+                output = self.runner.prefill(plan.batch, guidance)
+            except MediaFailed as failed:
+                self._refuse_media(failed)
+                return
             if output is not None:
                 self._expect(output, started, guidance)
             if self._is_called:
@@ -410,10 +411,24 @@ class EngineLoop:
             sequence = scheduler.lanes.sequence[lane]
             assert sequence is not None
             rows.append(scheduler.end(lane, may_go_on=False))
-            sequence.error = error
-            self.num_failed += 1
-            sequence.on_end(sequence)
+            self._end_with(sequence, error)
         self.runner.rows.kill(rows)
+
+    def _refuse_media(self, failed: MediaFailed) -> None:
+        """Fail the requests whose media cannot be computed. All others begin again, because their batch is lost."""
+        self._read_all()
+        self.interrupt()
+
+        def is_refused(sequence: EngineSequence) -> bool:
+            return failed.error_of(sequence.request) is not None
+
+        for sequence in self.scheduler.take_waiting(is_refused) + self._scoring.take_out(is_refused):
+            self._end_with(sequence, failed.error_of(sequence.request))
+
+    def _end_with(self, sequence: EngineSequence, error: Exception | None) -> None:
+        sequence.error = error
+        self.num_failed += 1
+        sequence.on_end(sequence)
 
     def _cut(self, lane: int) -> int:
         """Remove the tokens that were sampled after the end of a response. Returns their number."""
@@ -461,8 +476,7 @@ class EngineLoop:
         self.runner.rows.kill(rows)
         ended += scheduler.take_waiting(wanted)
         ended += self._scoring.take_out(wanted) if self._scoring.waiting else []
-        ended += [each for each in self._reading if wanted(each)]
-        self._reading = [each for each in self._reading if not wanted(each)]
+        ended += self._unread.take_out(wanted)
         self.num_aborted += len(ended)
         for sequence in ended:
             self._end(sequence, "abort")
@@ -501,42 +515,9 @@ class EngineLoop:
             if sequence is not None:
                 left.append(sequence)
         left += self.scheduler.take_waiting(lambda _: True)
-        left += [*self._scoring.waiting, *self._reading]
+        left += [*self._scoring.waiting, *self._unread]
         for sequence in dict.fromkeys(left):  # a sequence that failed while it was added may occur twice
             sequence.error = error
             sequence.on_end(sequence)
         for command in commands:
             command.fail(error)
-
-
-_WINDOW_S = 5.0
-_LEAST_SPAN_S = 1.0
-
-
-class Throughput:
-    """Counts tokens and computes the recent rate. The engine's thread counts; other threads read."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._born = time.monotonic()
-        self._lock = threading.Lock()
-        self._marks: deque[tuple[float, int]] = deque()
-
-    def add(self, num_tokens: int) -> None:
-        now = time.monotonic()
-        self.total += num_tokens
-        with self._lock:
-            self._marks.append((now, num_tokens))
-            self._forget_before(now - _WINDOW_S)
-
-    def per_second(self) -> float:
-        now = time.monotonic()
-        with self._lock:
-            self._forget_before(now - _WINDOW_S)
-            num_recent = sum(count for _, count in self._marks)
-        # Divide by the whole window, including idle time. Since the first mark, a single round would look enormous.
-        return num_recent / min(_WINDOW_S, max(_LEAST_SPAN_S, now - self._born))
-
-    def _forget_before(self, when: float) -> None:
-        while self._marks and self._marks[0][0] < when:
-            self._marks.popleft()

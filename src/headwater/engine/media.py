@@ -7,7 +7,7 @@ share the features of a picture. The weights of the tower may change: then every
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwater.core.media import MediaContent
 from headwater.engine.batch_media import BatchMedia
-from headwater.engine.media_reader import MediaReader
+from headwater.engine.media_reader import Inputs, MediaFailed, MediaReader
 from headwater.engine.rows import upload
 from headwater.models.vision import MediaFeatures, VisionTower
 
@@ -129,27 +129,49 @@ class MediaEncoder:
     def _features(self, contents: dict[str, MediaContent]) -> dict[str, MediaFeatures]:
         found = {digest: features for digest in contents if (features := self.cache.get(digest)) is not None}
         new = [content for digest, content in contents.items() if digest not in found]
-        self._reader.read_all(new)
-        for batch in self._batches(new):
-            for content, features in zip(batch, self._tower(batch), strict=True):
+        for batch in self._batches(self._reader.read_all(new)):
+            for digest, features in self._computed(batch).items():
                 # Not a view: one picture of a batch must not keep the memory of all.
                 own = MediaFeatures(features.embeddings.clone(), tuple(each.clone() for each in features.deep))
-                found[content.digest] = own
-                self.cache.put(content.digest, own, contents)
+                found[digest] = own
+                self.cache.put(digest, own, contents)
         return found
 
-    def _batches(self, contents: Sequence[MediaContent]) -> list[list[MediaContent]]:
+    def _batches(self, inputs: Mapping[str, Inputs]) -> list[dict[str, Inputs]]:
         """What the tower computes together."""
-        batches: list[list[MediaContent]] = []
+        batches: list[dict[str, Inputs]] = []
         num_bytes = 0
-        for content in contents:
-            own = sum(each.nbytes for each in self._reader.processor.inputs(content).values())
+        for digest, tensors in inputs.items():
+            own = sum(each.nbytes for each in tensors.values())
             if not batches or self._one_by_one or num_bytes + own > self._max_tower_bytes:
-                batches.append([])
+                batches.append({})
                 num_bytes = 0
-            batches[-1].append(content)
+            batches[-1][digest] = tensors
             num_bytes += own
         return batches
+
+    def _computed(self, inputs: Mapping[str, Inputs]) -> dict[str, MediaFeatures]:
+        """The features of several pictures by digest. Raises ``MediaFailed`` for those that are too much for the tower.
+
+        An error of the device itself returns in the next step of the decoder, and ends the engine there.
+        """
+        try:
+            return dict(zip(inputs, self._tower.of_inputs([*inputs.values()]), strict=True))
+        except Exception as error:  # noqa: BLE001  most likely memory, which differs between devices
+            reason = f"cannot be computed: {type(error).__name__}: {error}; use a smaller one"
+        # Outside of the handler, which holds on to the tensors of the pass that failed.
+        if len(inputs) == 1:
+            raise MediaFailed(dict.fromkeys(inputs, reason))
+        made: dict[str, MediaFeatures] = {}
+        reasons: dict[str, str] = {}
+        for digest, tensors in inputs.items():
+            try:
+                made |= self._computed({digest: tensors})
+            except MediaFailed as failed:
+                reasons |= failed.reasons
+        if reasons:
+            raise MediaFailed(reasons)
+        return made
 
     def _uploaded(self, values: np.ndarray[Any, Any]) -> Tensor:
         return upload(torch.from_numpy(values), self._device)

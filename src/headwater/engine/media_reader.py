@@ -9,25 +9,52 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from headwater.core.errors import RequestError
+from torch import Tensor
+
+from headwater.core.errors import RequestError, RolloutFailed
 from headwater.core.media import MediaContent, PlacedMedia
 from headwater.core.records import ModelRequest
 from headwater.models.vision import VisionProcessor
 from headwater.models.vision.family import BlockShape
+from headwater.models.vision.frames import num_pixels
 
 _MAX_THREADS = 8
 _NUM_KNOWN = 1024
 """How many items that were read are remembered, so that the samples of a group read their pictures once."""
+MAX_PIXELS = 2**30
+"""Of all frames of an item together, before they are scaled: about 500 frames of full HD. They are read one by one, so
+this limits time, not memory."""
 _INPUT_BYTES = 2**30
 """Main memory for pictures, as tensors, that wait for the vision tower. Beyond it they are read again."""
 _MAX_TIME = 2**24
 """Limit of rotary positions in time: float32 counts no further."""
 _DIGEST_CHARACTERS = 64
+_NUM_SHOWN = 3
+
+Inputs = Mapping[str, Tensor]
+_T = TypeVar("_T")
+
+
+class MediaFailed(Exception):
+    """Some images or videos of a batch cannot be computed. Nothing else has happened for the batch."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        """``reasons`` are by digest. They are texts: the traceback of an error would keep tensors in memory."""
+        super().__init__(*reasons.values())
+        self.reasons = reasons
+
+    def error_of(self, request: ModelRequest) -> RequestError | None:
+        """Why this request cannot be served, if it has one of these items."""
+        for item in request.media:
+            if item.content.digest in self.reasons:
+                what = f"{_name(item.content)} {self.reasons[item.content.digest]}"
+                return RequestError(f"request {request.request_id}: {what}")
+        return None
 
 
 @dataclass(frozen=True)
@@ -35,26 +62,27 @@ class Reading:
     """The media of a request that are being read."""
 
     request: ModelRequest
-    shapes: Sequence[Future[tuple[BlockShape, ...]]]
-    """Per item, the tokens that the model makes of it."""
+    checks: Sequence[Future[Future[None]]]
+    """Per item, its check. The result is the reading of the picture, which requests with the same picture share."""
 
     @property
     def is_done(self) -> bool:
-        return all(each.done() for each in self.shapes)
+        return all(map(_is_done, self.checks))
 
-    def error(self) -> RequestError | None:
-        """Once it is done: why the request cannot be served."""
-        for item, future in zip(self.request.media, self.shapes, strict=True):
-            failure = future.exception()
-            if failure is not None:
+    def error(self) -> RolloutFailed | None:
+        """Why the request cannot be served. Waits until its media have been read."""
+        for check in self.checks:
+            try:
+                check.result().result()
+            except (CancelledError, RolloutFailed):
+                return RolloutFailed(f"request {self.request.request_id}: the engine is closed")
+            except Exception as failure:  # noqa: BLE001  whatever it is, it is about this picture
                 return RequestError(f"request {self.request.request_id}: {failure}")
-            given = tuple(BlockShape(*block[1:]) for block in item.blocks)
-            if given != future.result():
-                return RequestError(
-                    f"request {self.request.request_id}: the blocks of {_name(item.content)} are {_text(given)}, but "
-                    f"the model makes {_text(future.result())} of it; encode the prompt with the model's own processor"
-                )
         return None
+
+
+def _is_done(check: Future[Future[None]]) -> bool:
+    return check.done() and (check.cancelled() or check.exception() is not None or check.result().done())
 
 
 class MediaReader:
@@ -70,7 +98,8 @@ class MediaReader:
         self._threads = ThreadPoolExecutor(num_threads, "headwater-media")
         self._urgent = ThreadPoolExecutor(num_threads, "headwater-media-again")
         """For pictures that were read and dropped before their turn: they do not wait behind new ones."""
-        self._known: OrderedDict[str, tuple[MediaContent, Future[tuple[BlockShape, ...]]]] = OrderedDict()
+        self._known: OrderedDict[str, Future[None]] = OrderedDict()
+        """By digest, only of contents whose digest is right."""
         self._lock = threading.Lock()
 
     def check(self, request: ModelRequest) -> None:
@@ -83,50 +112,95 @@ class MediaReader:
             end = item.end
 
     def begin(self, request: ModelRequest, on_done: Callable[[], None]) -> Reading:
-        """Start to read the media of a request. ``on_done`` is called by another thread after each item."""
-        return Reading(request, [self._shapes_of(item.content, on_done) for item in request.media])
+        """Start to read the media of a request. ``on_done`` is called by other threads when an item may be done."""
+
+        def is_done(_: Future[Any]) -> None:
+            on_done()
+
+        checks = [self._submit(self._checked, item, is_done) for item in request.media]
+        for check in checks:
+            check.add_done_callback(is_done)
+        return Reading(request, checks)
 
     def read(self, request: ModelRequest) -> None:
         """Read the media of a request and wait for it. Raises ``RequestError`` if they cannot be served."""
-        reading = self.begin(request, lambda: None)
-        wait(reading.shapes)
-        error = reading.error()
+        error = self.begin(request, lambda: None).error()
         if error is not None:
             raise error
 
-    def read_all(self, contents: Sequence[MediaContent]) -> None:
-        """Make the tensors of all contents, in parallel, unless they are still in memory."""
-        list(self._urgent.map(self.processor.inputs, contents))
+    def read_all(self, contents: Sequence[MediaContent]) -> dict[str, Inputs]:
+        """The tensors of all contents by digest, made in parallel unless they are still in memory.
+
+        Raises ``MediaFailed``.
+        """
+        futures = {each.digest: self._urgent.submit(self.processor.inputs, each) for each in contents}
+        failures = {digest: error for digest, each in futures.items() if (error := each.exception()) is not None}
+        if failures:
+            raise MediaFailed({digest: _unreadable(error) for digest, error in failures.items()})
+        return {digest: each.result() for digest, each in futures.items()}
 
     def close(self) -> None:
         for threads in (self._threads, self._urgent):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _shapes_of(self, content: MediaContent, on_done: Callable[[], None]) -> Future[tuple[BlockShape, ...]]:
-        with self._lock:
-            known = self._known.get(content.digest)
-            # Contents with equal digests are compared as well: a digest that someone made up must not match.
-            if known is not None and known[0] == content:
-                self._known.move_to_end(content.digest)
-                future = known[1]
-            else:
-                future = self._threads.submit(self._read, content)
-                self._known[content.digest] = content, future
-                if len(self._known) > _NUM_KNOWN:
-                    self._known.popitem(last=False)
-        if not future.done():
-            future.add_done_callback(lambda _: on_done())
-        return future
+    def _submit(self, action: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        try:
+            return self._threads.submit(action, *arguments)
+        except RuntimeError:
+            raise RolloutFailed("the engine is closed") from None
 
-    def _read(self, content: MediaContent) -> tuple[BlockShape, ...]:
+    def _checked(self, item: PlacedMedia, on_done: Callable[[Future[None]], None]) -> Future[None]:
+        """Check an item before any of its pixels are read, then start to read it."""
+        content = item.content
+        # A digest that someone made up must not match the picture of another request.
         if MediaContent.of(content.kind, content.frames, content.frames_per_s).digest != content.digest:
             raise ValueError(f"{_name(content)} has a digest of other content; create it with MediaContent.of")
         try:
-            self.processor.inputs(content)
+            size = num_pixels(content)
             pieces = self.processor.family.pieces(content)
         except Exception as error:
-            raise ValueError(f"{_name(content)} cannot be read: {type(error).__name__}: {error}") from error
-        return tuple(piece for piece in pieces if isinstance(piece, BlockShape))
+            raise ValueError(f"{_name(content)} {_unreadable(error)}") from error
+        if size > MAX_PIXELS:
+            raise ValueError(
+                f"{_name(content)} has {size} pixels in {len(content.frames)} frames: at most {MAX_PIXELS} are read; "
+                "scale it down, or send fewer frames"
+            )
+        given = tuple(BlockShape(*block[1:]) for block in item.blocks)
+        made = tuple(piece for piece in pieces if isinstance(piece, BlockShape))
+        if given != made:
+            raise ValueError(
+                f"the blocks of {_name(content)} are {_text(given)}, but the model makes {_text(made)} of it; "
+                "encode the prompt with the model's own processor"
+            )
+        reading = self._reading_of(content)
+        reading.add_done_callback(on_done)
+        return reading
+
+    def _reading_of(self, content: MediaContent) -> Future[None]:
+        digest = content.digest
+        with self._lock:
+            known = self._known.get(digest)
+            if known is not None:
+                self._known.move_to_end(digest)
+                return known
+            future = self._known[digest] = self._submit(self._read, content)
+            if len(self._known) > _NUM_KNOWN:
+                self._known.popitem(last=False)
+        future.add_done_callback(lambda _: self._forget_failure(digest, future))
+        return future
+
+    def _read(self, content: MediaContent) -> None:
+        try:
+            self.processor.inputs(content)
+        except Exception as error:
+            raise ValueError(f"{_name(content)} {_unreadable(error)}") from error
+
+    def _forget_failure(self, digest: str, reading: Future[None]) -> None:
+        """Let the next request try again: memory may only have been short for a moment."""
+        with self._lock:
+            has_failed = reading.cancelled() or reading.exception() is not None
+            if has_failed and self._known.get(digest) is reading:
+                del self._known[digest]
 
     def _wrong_blocks(self, item: PlacedMedia, end: int) -> str:
         if not item.blocks:
@@ -169,7 +243,13 @@ def _name(content: MediaContent) -> str:
     return f"{content.kind} {content.digest[:12]}"
 
 
+def _unreadable(error: BaseException) -> str:
+    return f"cannot be read: {type(error).__name__}: {error}"
+
+
 def _text(shapes: Sequence[BlockShape]) -> str:
-    return ", ".join(
-        f"{each.length} tokens ({'×'.join(map(str, each.grid))}, step {each.time_step:g})" for each in shapes
-    )
+    shown = [
+        f"{each.length} tokens ({'×'.join(map(str, each.grid))}, step {each.time_step:g})"
+        for each in shapes[:_NUM_SHOWN]
+    ]
+    return ", ".join([*shown, f"and {len(shapes) - _NUM_SHOWN} more"] if len(shapes) > _NUM_SHOWN else shown)

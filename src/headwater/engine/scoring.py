@@ -17,6 +17,7 @@ from headwater.core.media import identity_tokens
 from headwater.core.records import PromptScores
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.guides import alternatives
+from headwater.engine.media_reader import MediaFailed
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.plans import PrefillBatch
 from headwater.engine.runners.plain import Runner
@@ -31,6 +32,8 @@ class _Job:
     sequence: EngineSequence
     tokens: NDArray[np.int32]
     """With numbers that identify media, see ``core.media.identity_tokens``."""
+    targets: NDArray[np.int64]
+    """The tokens that follow each of them. Nothing follows the last one, whose score is discarded."""
     pages: Pages
     num_computed: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -65,8 +68,13 @@ class PromptScoring:
         They stay in the queue until all of this has succeeded, so that none is lost if it fails.
         """
         jobs = self._next_jobs()
-        while chunks := list(self._next_chunks(jobs)):
-            self._compute(runner, chunks)
+        try:
+            while chunks := list(self._next_chunks(jobs)):
+                self._compute(runner, chunks)
+        except MediaFailed:
+            for job in jobs:
+                self._pool.release(job.pages)
+            raise
         for job in jobs:
             self.waiting.popleft()
             job.sequence.prompt_scores = PromptScores(tuple(job.logprobs), tuple(job.top_logprobs))
@@ -85,7 +93,9 @@ class PromptScoring:
             num_pages = -(-len(tokens) // self._page_tokens)
             if num_pages > self._pool.num_available or (jobs and num_tokens > self._max_tokens):
                 break
-            jobs.append(_Job(sequence, tokens, self._pool.allocate(num_pages)))
+            prompt = np.array(sequence.request.input_tokens, np.int64)
+            targets = np.append(prompt[1:], prompt[-1:])
+            jobs.append(_Job(sequence, tokens, targets, self._pool.allocate(num_pages)))
         return jobs
 
     def _next_chunks(self, jobs: list[_Job]) -> Iterator[tuple[_Job, int]]:
@@ -109,9 +119,7 @@ class PromptScoring:
             tokens.append(job.tokens[position])
             positions.append(position)
             slots.append(job.pages[position // self._page_tokens] * self._page_tokens + position % self._page_tokens)
-            # Nothing follows the last token; its score is discarded.
-            prompt = np.array(job.sequence.request.input_tokens)
-            targets.append(prompt[np.minimum(position + 1, len(prompt) - 1)])
+            targets.append(job.targets[position])
         batch = PrefillBatch(
             input_ids=np.maximum(np.concatenate(tokens, dtype=np.int64), 0),
             positions=np.concatenate(positions),
@@ -126,7 +134,7 @@ class PromptScoring:
             media=media,
         )
         num_top = max(job.sequence.request.sampling.num_top_logprobs for job, _ in chunks)
-        logprobs, top_tokens, top_logprobs = runner.score(batch, np.concatenate(targets, dtype=np.int64), num_top)
+        logprobs, top_tokens, top_logprobs = runner.score(batch, np.concatenate(targets), num_top)
         self.num_tokens += len(logprobs)
         start = 0
         for job, count in chunks:

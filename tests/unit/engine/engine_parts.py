@@ -310,6 +310,16 @@ class Stepped:
             self.turn()
         return answer.result(LIMIT_S)
 
+    def await_media(self, num_requests: int) -> None:
+        """Wait until the media of so many requests have been read, so that the next turn starts all of them."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            read = [each for each in list(self._loop._inbox) if each.reading is not None and each.reading.is_done]
+            if len(read) == num_requests:
+                return
+            assert time.monotonic() < deadline, f"the media of {len(read)} of {num_requests} requests were read"
+            time.sleep(0.0002)
+
     def submit(self, request: ModelRequest) -> Future[ModelResponse]:
         return self._start(self.engine.agenerate(request))
 

@@ -27,7 +27,7 @@ from tiny import tokenizer
 
 from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
 from headwater.engine import loop as engine_loop
-from headwater.engine.loop import Throughput
+from headwater.engine.throughput import Throughput
 
 LONG = request(tokens_of(9), 1, "long", max_new_tokens=100)
 

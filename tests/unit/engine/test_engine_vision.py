@@ -25,10 +25,10 @@ from engine.vision_parts import (
 from headwater.core.media import MediaContent, rotary_positions
 from headwater.core.protocols import WeightUpdate
 from headwater.engine.batch_media import BatchMedia
-from headwater.engine.media import FeatureCache
+from headwater.engine.media import FeatureCache, MediaEncoder
 from headwater.engine.runners.decoder import CpuOps
 from headwater.engine.runners.plain import Runner
-from headwater.models.vision import MediaFeatures, VisionTower, vision_parameter_names
+from headwater.models.vision import MediaFeatures, vision_parameter_names
 
 CLOSE = {"abs": 1e-4}
 EACH = [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
@@ -40,13 +40,13 @@ ONE, OTHER, WIDE = picture(1), picture(2), picture(3, 112, 84)
 def tower_calls(monkeypatch):
     """The digests that each call of a vision tower was given."""
     calls: list[list[str]] = []
-    compute = VisionTower.__call__
+    compute = MediaEncoder._computed
 
-    def counted(tower, contents):
-        calls.append([each.digest for each in contents])
-        return compute(tower, contents)
+    def counted(encoder, inputs):
+        calls.append([*inputs])
+        return compute(encoder, inputs)
 
-    monkeypatch.setattr(VisionTower, "__call__", counted)
+    monkeypatch.setattr(MediaEncoder, "_computed", counted)
     return calls
 
 
@@ -116,6 +116,7 @@ def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
         before = engine.weights_checksum()
         slow = Stepped(engine)
         answers = [slow.submit(each) for each in asked]
+        slow.await_media(len(asked))
         while not engine.metrics().num_tokens_generated:
             slow.turn()
         slow.engine.update_weights(WeightUpdate.of(1, changed.items()), "interrupt")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import io
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 from cases import case
 from engine.engine_parts import assert_nothing_is_held, collect, run
 from engine.engine_parts import running as running_text
@@ -17,10 +21,11 @@ from PIL import Image
 from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
-from headwater.core.errors import RequestError
+from headwater.core.errors import RequestError, RolloutFailed
 from headwater.core.media import MediaBlock, MediaContent
 from headwater.engine.engine import Engine
 from headwater.engine.media_reader import MediaReader
+from headwater.models.vision import VisionTower
 
 NAME = "qwen2_5_vl"
 GOOD = asking(NAME, [picture(1)])
@@ -143,6 +148,173 @@ def test_a_picture_of_a_palette_is_read_as_a_processor_reads_it(engine):
     content = MediaContent.of("image", [file.getvalue()])
     assert len(engine.generate([with_content(content)])[0].output_tokens) == 8
     assert processor_of(NAME).inputs(content)["pixel_values"].isfinite().all()
+
+
+def test_pixels_are_read_only_after_the_blocks_were_compared(engine, monkeypatch):
+    """Headers are enough for that. Otherwise a small request could make the engine read gigabytes for nothing."""
+    read = []
+    monkeypatch.setattr(MediaReader, "_read", lambda _, content: read.append(content))
+    with pytest.raises(RequestError, match="but the model makes 12 tokens"):
+        engine.generate([with_content(picture(5, 112, 84))])
+    file = io.BytesIO()
+    Image.new("1", (8192, 8192)).save(file, "PNG")
+    huge = MediaContent.of("video", [file.getvalue()] * 17, 2.0)
+    assert sum(map(len, huge.frames)) < 2**18
+    with pytest.raises(RequestError, match=f"has {17 * 2**26} pixels in 17 frames: at most {2**30} are read; scale"):
+        engine.generate([with_content(huge)])
+    assert not read
+
+
+def test_a_picture_that_failed_once_is_read_again(engine, monkeypatch):
+    family, errors = type(processor_of(NAME).family), [MemoryError("for a moment")]
+    inputs = family.inputs
+
+    def failing(own, content):
+        if errors:
+            raise errors.pop()
+        return inputs(own, content)
+
+    monkeypatch.setattr(family, "inputs", failing)
+    request = with_content(picture(40))
+    with pytest.raises(RequestError, match="cannot be read: MemoryError: for a moment"):
+        engine.generate([request])
+    assert len(engine.generate([request])[0].output_tokens) == 8
+
+
+def test_files_of_pictures_are_not_kept(engine):
+    gone = []
+
+    class File(bytes):
+        def __del__(self):
+            gone.append(1)
+
+    content = MediaContent.of("image", [File(picture(41).frames[0])])
+    engine.generate([with_content(content)])
+    del content
+    deadline = time.monotonic() + 10
+    while not gone and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone
+
+
+def test_tensors_of_a_picture_are_made_once_for_its_turn(monkeypatch):
+    """However little of them is kept: once when it is read, and once more when the tower needs it."""
+    with running(NAME) as engine:
+        made = []
+        processor = engine._media.processor
+        monkeypatch.setattr(processor._cache, "max_bytes", 0)
+        inputs = processor.family.inputs
+        monkeypatch.setattr(type(processor.family), "inputs", lambda _, content: made.append(1) or inputs(content))
+        engine.generate([with_content(picture(42))])
+        assert len(made) == 2
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_picture_that_is_too_much_for_the_tower_fails_its_requests_alone(scores, monkeypatch):
+    """Of a batch of the tower, only that picture fails. Rows that were running and the rest of the batch go on."""
+    large = picture(43, 112, 84)
+    good = [asking(NAME, [picture(key)], key, prompt_logprobs=scores) for key in (1, 2)]
+    good += [asking(NAME, [], 3), asking(NAME, [picture(1)], 4, max_new_tokens=40)]
+    bad = [asking(NAME, [picture(1), large], key, prompt_logprobs=scores) for key in (5, 6)]
+    with running(NAME) as engine:
+        expected = [each.output_tokens for each in engine.generate(good)]
+    of_inputs = VisionTower.of_inputs
+
+    def limited(tower, inputs):
+        if any(len(each["pixel_values"]) > 16 for each in inputs):
+            raise torch.OutOfMemoryError("no memory for so many patches")
+        return of_inputs(tower, inputs)
+
+    monkeypatch.setattr(VisionTower, "of_inputs", limited)
+
+    async def all_of_them(engine):
+        return await asyncio.gather(*map(engine.agenerate, [*good, *bad]), return_exceptions=True)
+
+    with running(NAME) as engine:
+        *answers, first, second = run(all_of_them(engine))
+        assert [each.output_tokens for each in answers] == expected
+        for error in (first, second):
+            assert isinstance(error, RequestError)
+            assert f"image {large.digest[:12]} cannot be computed: OutOfMemoryError: no memory" in str(error)
+        assert engine.metrics().num_failed == 2
+        assert_nothing_is_held(engine)
+
+
+def test_no_request_is_lost_if_one_cannot_enter_after_it_was_read(monkeypatch):
+    go_on, errors = threading.Event(), {}
+    read = MediaReader._read
+    monkeypatch.setattr(MediaReader, "_read", lambda *given: go_on.wait(60) and read(*given))
+    with running(NAME) as engine:
+
+        def ask(key):
+            try:
+                engine.generate([asking(NAME, [picture(44)], key)])
+            except RolloutFailed as error:
+                errors[key] = str(error)
+
+        def enter(sequence):
+            raise ValueError("not today")
+
+        callers = [threading.Thread(target=ask, args=[key], daemon=True) for key in range(3)]
+        for each in callers:
+            each.start()
+        while engine.metrics().num_waiting < len(callers):
+            time.sleep(0.001)
+        monkeypatch.setattr(engine._loop, "_enter", enter)
+        go_on.set()
+        for each in callers:
+            each.join(20)
+        assert sorted(errors) == [0, 1, 2]
+        assert all("not today" in each for each in errors.values())
+
+
+def test_callers_that_wait_for_pictures_do_not_outlive_the_reader(monkeypatch):
+    """Those whose picture has not begun to be read learn that the engine is closed. So do those that come later."""
+    go_on, begun, errors = threading.Event(), threading.Semaphore(0), []
+    read = MediaReader._read
+
+    def slow(reader, content):
+        begun.release()
+        go_on.wait(60)
+        read(reader, content)
+
+    monkeypatch.setattr(MediaReader, "_read", slow)
+    reader = MediaReader(processor_of(NAME), uses_grid=True)
+
+    def ask(request):
+        try:
+            reader.read(request)
+        except RolloutFailed as error:
+            errors.append(str(error))
+
+    num_threads = reader._threads._max_workers
+    requests = [with_content(picture(50 + number)) for number in range(num_threads + 2)]
+    callers = [threading.Thread(target=ask, args=[each], daemon=True) for each in requests]
+    for each in callers:
+        each.start()
+    for _ in range(num_threads):
+        assert begun.acquire(timeout=60)
+    reader.close()
+    for _ in range(200):
+        if len(errors) == 2:
+            break
+        time.sleep(0.05)
+    assert errors == ["request 1 pictures/0: the engine is closed"] * 2
+    go_on.set()
+    for each in callers:
+        each.join(20)
+        assert not each.is_alive()
+    with pytest.raises(RolloutFailed, match="the engine is closed"):
+        reader.read(GOOD)
+
+
+def test_a_closed_engine_says_so_for_pictures_as_well():
+    with running(NAME) as engine:
+        engine.close()
+        with pytest.raises(RolloutFailed, match="the engine is closed"):
+            engine.generate([GOOD])
+        assert engine._intake.num_open == 0
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from functools import cache
 from typing import Any
 
@@ -222,3 +223,23 @@ def test_attention_over_all_windows_at_once_equals_one_window_at_a_time(name: st
     model.model.visual.config._attn_implementation = "sdpa"
     for one, other in zip(fast, tower(contents), strict=True):
         torch.testing.assert_close(one.embeddings, other.embeddings, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+def test_frames_of_a_video_are_scaled_one_after_the_other(name, monkeypatch):
+    """A video of thousands of large frames would not fit into memory in full size."""
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    each_image = MediaContent.each_image
+
+    def counted(content):
+        nonlocal most
+        for image in each_image(content):
+            alive.append(weakref.ref(image))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield image
+
+    monkeypatch.setattr(MediaContent, "each_image", counted)
+    processor_of(name).family.inputs(video(9, 70, 60, 2.0))
+    assert len(alive) == 9
+    assert most <= 2

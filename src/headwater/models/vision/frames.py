@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,17 @@ def size_of(content: MediaContent) -> tuple[int, int]:
 
     with Image.open(io.BytesIO(content.frames[0])) as image:
         return image.height, image.width
+
+
+def num_pixels(content: MediaContent) -> int:
+    """Pixels of all frames. Only the headers of the files are read."""
+    from PIL import Image
+
+    total = 0
+    for frame in content.frames:
+        with Image.open(io.BytesIO(frame)) as image:
+            total += image.height * image.width
+    return total
 
 
 def fitted_size(
@@ -79,15 +90,17 @@ class PatchMaker:
         for channel in range(3):
             self._table[channel, order[..., channel, 0, :, :]] = values[..., channel, 0, :, :]
 
-    def __call__(self, frames: Sequence[Image.Image], size: tuple[int, int]) -> tuple[Tensor, tuple[int, int, int]]:
+    def __call__(self, frames: Iterable[Image.Image], size: tuple[int, int]) -> tuple[Tensor, tuple[int, int, int]]:
         """``[patches, values]``, and the number of groups of frames, of rows and of columns of patches.
 
-        The last frame is repeated to fill its group. So is a picture, which is a single frame.
+        The last frame is repeated to fill its group. So is a picture, which is a single frame. Frames are taken one by
+        one, so that they are not all in memory in full size.
         """
         scaled = np.stack([np.asarray(frame.resize((size[1], size[0]), self._resample)) for frame in frames])
-        if len(frames) > 1:
-            scaled = np.concatenate([scaled, scaled[-1:].repeat(-len(frames) % self.group, axis=0)])
-        cut = self._cut(scaled, self.group if len(frames) > 1 else 1)
+        is_video = len(scaled) > 1
+        if is_video:
+            scaled = np.concatenate([scaled, scaled[-1:].repeat(-len(scaled) % self.group, axis=0)])
+        cut = self._cut(scaled, self.group if is_video else 1)
         made = np.empty((*cut.shape[:-3], self.group, *cut.shape[-2:]), np.float32)
         for channel in range(3):
             made[..., channel, :, :, :] = self._table[channel][cut[..., channel, :, :, :]]

@@ -91,9 +91,10 @@ class IdeficsFamily:
 
     def inputs(self, content: MediaContent) -> dict[str, Tensor]:
         options = {} if content.kind == "image" else {"do_image_splitting": False, "size": self._frame_size}
-        made = self.image_processor([content.images()], return_tensors="pt", **options)
-        # Without its mask: all parts have the same size, so there is no padding.
-        return {"pixel_values": made["pixel_values"]}
+        # Frame by frame, so that they are not all in memory in full size.
+        made = [self.image_processor([[image]], return_tensors="pt", **options) for image in content.each_image()]
+        # Without their masks: all parts have the same size, so there is no padding.
+        return {"pixel_values": torch.cat([each["pixel_values"] for each in made], dim=1)}
 
     def joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {"pixel_values": torch.cat([each["pixel_values"] for each in inputs], dim=1)} if inputs else {}

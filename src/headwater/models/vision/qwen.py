@@ -72,7 +72,7 @@ class QwenFamily:
         return pieces
 
     def inputs(self, content: MediaContent) -> dict[str, Tensor]:
-        pixels, grid = self._patches[content.kind](content.images(), self._size(content))
+        pixels, grid = self._patches[content.kind](content.each_image(), self._size(content))
         made = dict(zip(_TENSORS[content.kind], (pixels, torch.tensor([grid])), strict=True))
         if content.kind == "video" and not self._has_timestamps:
             made["second_per_grid_ts"] = torch.tensor([self._group / frame_rate(content)])

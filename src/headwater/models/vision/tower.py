@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from headwater.core.media import MediaContent
 from headwater.models.vision.attention import use_window_attention
@@ -27,10 +29,12 @@ class VisionTower:
         if not contents:
             return []
         unique = {content.digest: content for content in contents}
-        device = self._model.get_input_embeddings().weight.device
-        inputs = [
-            {name: tensor.to(device, non_blocking=True) for name, tensor in self._processor.inputs(content).items()}
-            for content in unique.values()
-        ]
-        features = dict(zip(unique, self._processor.family.features(self._model, inputs), strict=True))
+        made = self.of_inputs([self._processor.inputs(content) for content in unique.values()])
+        features = dict(zip(unique, made, strict=True))
         return [features[content.digest] for content in contents]
+
+    def of_inputs(self, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
+        """The same for contents of which the processor has already made tensors."""
+        device = self._model.get_input_embeddings().weight.device
+        uploaded = [{name: tensor.to(device, non_blocking=True) for name, tensor in each.items()} for each in inputs]
+        return self._processor.family.features(self._model, uploaded)
