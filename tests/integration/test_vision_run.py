@@ -14,6 +14,7 @@ RECIPE = "vision-quickstart"
 STALE = ["rollout.max_staleness=2", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
 GUESS = 0.25
 """The share of right answers without looking: all four are equally frequent."""
+SHORT = "trainer.total_steps=12"
 
 
 def run_recipe(root, name, *settings):
@@ -48,7 +49,7 @@ def test_engine_and_learner_see_the_picture_of_every_prompt(tmp_path):
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("settings", [[], STALE], ids=["synchronous", "stale"])
 def test_a_tiny_model_learns_to_see(tmp_path, settings):
-    before, *_, after = held_out(run_recipe(tmp_path, "pictures", *settings))
+    before, *_, after = held_out(run_recipe(tmp_path, "pictures", SHORT, *settings))
     assert before < 0.6
     assert after > max(before + 0.15, 0.7)
 
@@ -58,5 +59,5 @@ def test_a_tiny_model_learns_to_see(tmp_path, settings):
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("settings", [[], STALE], ids=["synchronous", "stale"])
 def test_it_learns_nothing_from_blank_pictures(tmp_path, settings):
-    after = held_out(run_recipe(tmp_path, "blank", "data.task_args.blank=true", *settings))[-1]
+    after = held_out(run_recipe(tmp_path, "blank", "data.task_args.blank=true", SHORT, *settings))[-1]
     assert after < GUESS + 0.15
