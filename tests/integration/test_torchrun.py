@@ -53,9 +53,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
 
 
-@pytest.fixture(
-    scope="module", params=["few", pytest.param("all", marks=[pytest.mark.slow, pytest.mark.xdist_group("ranks")])]
-)
+ALL = pytest.param("all", marks=[pytest.mark.slow, pytest.mark.xdist_group("ranks")])
+
+
+@pytest.fixture(scope="module", params=["few", ALL])
 def learned(request, tmp_path_factory):
     """The same calls on one rank and on two."""
     names = FEW if request.param == "few" else tuple(CASES)
@@ -128,6 +129,7 @@ def test_every_rank_holds_only_its_shard(learned):
         assert max(held) < 0.6 * ranks[0]["all"], name
 
 
+@pytest.mark.parametrize("learned", [ALL], indirect=True)
 def test_checkpoints_are_read_by_another_number_of_ranks(learned):
     folder, alone, together = learned
     for name in (name for name in RESUMED if name in alone):
@@ -147,6 +149,7 @@ def test_checkpoints_are_read_by_another_number_of_ranks(learned):
     assert saved.config.architectures == ["Qwen3ForCausalLM"]
 
 
+@pytest.mark.parametrize("learned", [ALL], indirect=True)
 def test_what_ranks_write_in_the_background_is_the_checkpoint_of_its_moment(learned):
     folder, alone, _ = learned
     for number in ("of_one", "of_two"):

@@ -114,6 +114,7 @@ def test_image_tokens_count_towards_the_limit(tokenizer, processor):
         cut[2]
 
 
+@pytest.mark.slow
 def test_workers_count_image_tokens_too(tokenizer, processor, monkeypatch, tmp_path, write_jsonl):
     monkeypatch.setattr(measure, "TEXT_ROWS_PER_IMAGE", 32)
     (tmp_path / "a.png").write_bytes(png("red", (112, 112)))

@@ -24,7 +24,7 @@ def engine(**settings) -> TrainEngine:
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_tokens_per_microbatch": 40}, {"checkpoint_activations": True}])
+@pytest.mark.parametrize("settings", [{}, {"max_tokens_per_microbatch": 40, "checkpoint_activations": True}])
 def test_same_bits_as_fsdp(settings):
     results = []
     for how in ({"convert_at_once": True}, {"convert_at_once": False}):
