@@ -275,7 +275,7 @@ def test_pages_fit_a_phone(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, dashboard.url, width=375) as page:
         for _ in open_every_page(page, dashboard.url):
             # The timeline is drawn again once it knows its width.
-            page.wait_for_function("document.documentElement.scrollWidth <= 375")
+            page.wait_for_function("document.documentElement.scrollWidth <= 375", timeout=120_000)
 
 
 def test_script_in_texts_is_shown_and_not_run(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
