@@ -107,10 +107,10 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
         max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **dict(case.training)
     )
     learner = Actor(case.make_engine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=4096)
-    logprobs_s = _time(lambda: learner.engine.compute(data)["logprobs"], options.steps, device)
+    logprobs_s = seconds_per_call(lambda: learner.engine.compute(data)["logprobs"], options.steps, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    train_s = _time(lambda: learner.update(data), options.steps, device)
+    train_s = seconds_per_call(lambda: learner.update(data), options.steps, device)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     return {
         "case": case.name,
@@ -192,7 +192,8 @@ def _trajectory(prompt: list[int], response: list[int], sample: int) -> Trajecto
     )
 
 
-def _time(work: Callable[[], Any], steps: int, device: torch.device) -> float:
+def seconds_per_call(work: Callable[[], Any], steps: int, device: torch.device) -> float:
+    """Of ``steps`` calls after two others, which compile and allocate."""
     for _ in range(2):
         work()
     _wait(device)

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ import torch
 from options import parser_of
 from record import write_record
 from shapes import default_device, default_dtype, make_prompts
+from train_step import seconds_per_call
 from vision_throughput import SHAPES, build, make_media_prompts
 
 from headwater.algorithms.policy_losses.ppo import ppo
@@ -106,11 +106,11 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         prompts = [(tokens, ()) for tokens in make_prompts(options.prompts, length, 500, 1)]
     data = _experience(prompts, options)
     learner = Actor(TrainEngine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=4096)
-    logprobs_s = _time(lambda: learner.engine.compute(data), options.steps, device)
+    logprobs_s = seconds_per_call(lambda: learner.engine.compute(data), options.steps, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     flops = learner.update(data)[FLOPS]
-    train_s = _time(lambda: learner.update(data), options.steps, device)
+    train_s = seconds_per_call(lambda: learner.update(data), options.steps, device)
     num_tokens = int(data.batch["attention_mask"].sum())
     return {
         "case": name,
@@ -150,22 +150,6 @@ def _trajectory(uid: str, sample: int, prompt: tuple[int, ...], response: list[i
         stop_reason="length",
         media=media,
     )
-
-
-def _time(work: Callable[[], Any], steps: int, device: torch.device) -> float:
-    for _ in range(2):
-        work()
-    _wait(device)
-    started = time.perf_counter()
-    for _ in range(steps):
-        work()
-    _wait(device)
-    return (time.perf_counter() - started) / steps
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _line(shape: str, row: dict[str, Any]) -> str:
