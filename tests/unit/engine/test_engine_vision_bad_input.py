@@ -111,10 +111,11 @@ def test_a_vision_model_without_its_processor_takes_only_text():
 
 def test_requests_whose_pictures_are_being_read_can_be_aborted_and_left(monkeypatch):
     """Reading takes as long as the test wants. Requests without pictures do not wait for it."""
-    go_on = threading.Event()
+    is_reading, go_on = threading.Event(), threading.Event()
     read = MediaReader._read
 
     def slow(reader, content):
+        is_reading.set()
         go_on.wait(60)
         return read(reader, content)
 
@@ -128,6 +129,7 @@ def test_requests_whose_pictures_are_being_read_can_be_aborted_and_left(monkeypa
 
         answers: dict[str, object] = {}
         ask("aborted")
+        assert is_reading.wait(60)
         assert len(engine.generate([asking(NAME, [])])[0].output_tokens) == 8
         assert engine.metrics().num_waiting == 1
         assert engine.abort(GOOD.request_id) == 1
