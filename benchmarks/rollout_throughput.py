@@ -3,14 +3,16 @@
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
     python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
     python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
+    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 32x8192@8192 256x8192@1024 --runs 1 --no-baseline
 
-A case is sequences × new tokens. Weights are random (speed does not depend on them), temperature is 1, log-probs are
+A case is sequences × new tokens, and optionally the length of its prompts after ``@``. Weights are random (speed does not depend on them), temperature is 1, log-probs are
 on, and no response ends early. Times are measured from the first request to the last response. Transformers'
 generate gets the same prompts, without stop strings; on a GPU it generates fewer tokens, because it would take minutes.
 With ``--vllm-python``, vLLM runs first, in a separate process, on random weights and prompts of the same shape.
 
 The floor is a lower bound of the time for layers that run one after the other, at the copy and matrix rates of this
-machine, which are measured first. ``floor_tokens_per_s`` describes what it includes.
+machine, which are measured first. ``floor_tokens_per_s`` describes what it includes. ``preempted`` counts sequences that
+had to wait for room in the KV cache and were computed again; it should be 0.
 """
 
 from __future__ import annotations
@@ -34,21 +36,30 @@ from headwater.models.builtin.tiny import build_tokenizer
 from headwater.models.load import load_tokenizer
 
 _GPU_BASELINE_TOKENS = 48
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Case:
     sequences: int
     new_tokens: int
+    prompt_tokens: int | None = None
+    """Of each prompt; ``None`` means the length of ``--prompt-tokens``."""
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        sequences, new_tokens = text.split("x")
-        return cls(int(sequences), int(new_tokens))
+        work, _, prompt = text.partition("@")
+        sequences, new_tokens = work.split("x")
+        return cls(int(sequences), int(new_tokens), int(prompt) if prompt else None)
 
     @property
     def name(self) -> str:
-        return f"{self.sequences}x{self.new_tokens}"
+        return f"{self.sequences}x{self.new_tokens}" + (f"@{self.prompt_tokens}" if self.prompt_tokens else "")
+
+    @property
+    def num_tokens(self) -> int:
+        """All new tokens."""
+        return self.sequences * self.new_tokens
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,11 @@ class Result:
     engine_tokens_per_s: float
     engine_runs_s: list[float]
     prefilled_tokens: int
+    kv_gib_needed: float
+    """Keys and values of all sequences at their full length, those of a shared prompt once."""
+    kv_gib: float
+    """The engine's cache."""
+    preempted: int
     vllm_tokens_per_s: float | None
     baseline_tokens_per_s: float | None
     baseline_new_tokens: int | None
@@ -82,7 +98,7 @@ def run_engine(
     responses = engine.generate(requests)
     elapsed = time.perf_counter() - started
     made = sum(len(response.output_tokens) for response in responses)
-    assert made == case.sequences * case.new_tokens, f"{made} tokens, expected {case.sequences * case.new_tokens}"
+    assert made == case.num_tokens, f"{made} tokens, expected {case.num_tokens}"
     assert all(len(each.output_logprobs) == case.new_tokens for each in responses)
     return elapsed
 
@@ -127,15 +143,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: int, ceilings: Ceilings) -> float:
+def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: float, ceilings: Ceilings) -> float:
     """Tokens per second if nothing but this took time.
 
     An embedding that is no head's as well is neither multiplied nor read. Each prompt is multiplied once, by every
-    weight but the head's. Each step multiplies every sequence by every weight,
-    or reads the weights once, whichever takes longer; then it reads the keys and values of all sequences. Those of a
-    prompt that several samples share count once per step: every sample attends to them, but memory need deliver them
-    only once if the other samples find them in the second-level cache. Attention's arithmetic, its reading during
-    prefill, activations, logits, sampling and launches count as free.
+    weight but the head's, and its tokens attend to those before them, which is most of the work of a prompt of tens of
+    thousands of tokens. Each step multiplies every sequence by every weight, or reads the weights once, whichever takes
+    longer; then it reads the keys and values of all sequences. Those of a prompt that several samples share count once
+    per step: every sample attends to them, but memory need deliver them only once if the other samples find them in the
+    second-level cache. Attention's arithmetic during decoding, its reading during prefill, activations, logits, sampling
+    and launches count as free.
     """
     spec = ModelSpec.of(model)
     num_weights = sum(each.numel() for each in model.parameters())
@@ -148,8 +165,12 @@ def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: 
     )
     mean_kv_tokens = num_prompts * prompt_tokens + case.sequences * case.new_tokens / 2
     kv_s = mean_kv_tokens * spec.kv_bytes_per_token / ceilings.copy_bytes_per_s
-    prefill_s = 2 * (num_weights - head) * num_prompts * prompt_tokens / ceilings.matmul_flop_per_s
-    return case.sequences * case.new_tokens / (prefill_s + case.new_tokens * (weight_s + kv_s))
+    # Two products, each with two operations for every pair of a token and one that it attends to.
+    pairs = prompt_tokens * (prompt_tokens + 1) / 2
+    attention_flop = 4 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
+    prompt_flop = 2 * (num_weights - head) * prompt_tokens + attention_flop
+    prefill_s = num_prompts * prompt_flop / ceilings.matmul_flop_per_s
+    return case.num_tokens / (prefill_s + case.new_tokens * (weight_s + kv_s))
 
 
 def run_case(
@@ -162,19 +183,24 @@ def run_case(
     vllm: VllmRuns | None,
 ) -> Result:
     samples, stops = options.samples, tuple(options.stop)
-    num_prompts = case.sequences // samples
+    num_prompts, prompt_tokens = case.sequences // samples, case.prompt_tokens or options.prompt_tokens
+    spec = ModelSpec.of(model)
+    needed_gib = (num_prompts * prompt_tokens + case.num_tokens) * spec.kv_bytes_per_token / _GIB
+    if needed_gib > engine.config.kv_cache_gib:
+        print(f"{case.name}: the KV cache has {engine.config.kv_cache_gib:.1f} of the {needed_gib:.1f} GiB that it needs")
     warm = Case(case.sequences, min(case.new_tokens, 2 * engine.config.decode_steps + 1))
-    others = make_prompts(num_prompts, options.prompt_tokens, engine.limits.vocab_size - 1)
+    others = make_prompts(num_prompts, prompt_tokens, engine.limits.vocab_size - 1)
     run_engine(engine, others, warm, samples, 999, stops)
-    prompts = make_prompts(num_prompts, options.prompt_tokens, engine.limits.vocab_size)
-    before = engine.metrics().num_tokens_prefilled
+    prompts = make_prompts(num_prompts, prompt_tokens, engine.limits.vocab_size)
+    before = engine.metrics()
     times = []
     for run in range(options.runs):
         engine.set_version(run + 1)  # forgets the prefix cache: every run computes its prompts
         times.append(run_engine(engine, prompts, case, samples, run, stops))
-    prefilled = (engine.metrics().num_tokens_prefilled - before) // options.runs
+    after = engine.metrics()
+    prefilled = (after.num_tokens_prefilled - before.num_tokens_prefilled) // options.runs
     baseline_rate = baseline_tokens = ratio = None
-    rate = case.sequences * case.new_tokens / min(times)
+    rate = case.num_tokens / min(times)
     if baseline is not None:
         on_gpu = baseline.device.type == "cuda"
         baseline_tokens = min(case.new_tokens, _GPU_BASELINE_TOKENS) if on_gpu else case.new_tokens
@@ -183,11 +209,12 @@ def run_case(
         taken = min(run_baseline(baseline, prompts, samples, baseline_tokens) for _ in range(num_runs))
         baseline_rate = case.sequences * baseline_tokens / taken
         ratio = rate / baseline_rate
-    vllm_rate = case.sequences * case.new_tokens / min(vllm.seconds[case.name]) if vllm else None
-    floor = floor_tokens_per_s(model, case, num_prompts, options.prompt_tokens, ceilings)
+    vllm_rate = case.num_tokens / min(vllm.seconds[case.name]) if vllm else None
+    floor = floor_tokens_per_s(model, case, num_prompts, prompt_tokens, ceilings)
     return Result(
-        options.shape, case.name, samples, options.prompt_tokens, rate, times, prefilled, vllm_rate,
-        baseline_rate, baseline_tokens, ratio, floor, rate / floor,
+        options.shape, case.name, samples, prompt_tokens, rate, times, prefilled, needed_gib,
+        engine.config.kv_cache_gib, after.num_preempted - before.num_preempted, vllm_rate, baseline_rate,
+        baseline_tokens, ratio, floor, rate / floor,
     )  # fmt: skip
 
 
@@ -197,7 +224,7 @@ def show(result: Result) -> None:
         baseline = f"{result.baseline_tokens_per_s:>10,.0f} {result.ratio:>6.1f}x"
     vllm = "-" if result.vllm_tokens_per_s is None else f"{result.vllm_tokens_per_s:,.0f}"
     print(
-        f"{result.shape:<13} {result.case:>9} x{result.samples_per_prompt:<3} {result.engine_tokens_per_s:>10,.0f} "
+        f"{result.shape:<13} {result.case:>13} x{result.samples_per_prompt:<3} {result.engine_tokens_per_s:>10,.0f} "
         f"{vllm:>10} {baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",
         flush=True,
     )
@@ -207,7 +234,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_shape(parser)
     add_work(parser, samples=1, prompt_tokens=128, runs=2)
-    parser.add_argument("--cases", nargs="+", default=["256x16"], type=Case.parse, metavar="SEQxTOKENS")
+    parser.add_argument("--cases", nargs="+", default=[Case(256, 16)], type=Case.parse, metavar="SEQxTOKENS[@PROMPT]")
     parser.add_argument("--no-baseline", action="store_true", help="do not run transformers' generate")
     parser.add_argument(
         "--vllm-python", help="interpreter of an environment that has vLLM; without it, vLLM is not run"
@@ -229,7 +256,9 @@ def main() -> None:
     vllm = None
     if options.vllm_python:
         cases = [
-            VllmCase(case.name, case.sequences, case.new_tokens, options.samples, options.prompt_tokens)
+            VllmCase(
+                case.name, case.sequences, case.new_tokens, options.samples, case.prompt_tokens or options.prompt_tokens
+            )
             for case in options.cases
         ]
         vllm = run_vllm(options.vllm_python, model, cases, options.runs)
@@ -243,7 +272,7 @@ def main() -> None:
     tokenizer = load_tokenizer("smollm2") if options.stop and options.shape == "smollm2" else build_tokenizer()
     engine = Engine(model, tokenizer, settings)
     print(
-        f"{'shape':<13} {'case':>9} {'':<4} {'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s"
+        f"{'shape':<13} {'case':>13} {'':<4} {'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s"
     )
     results = []
     for case in options.cases:
@@ -263,8 +292,10 @@ def main() -> None:
 
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:
-    case = Case(options.cases[-1].sequences, 64)
-    prompts = make_prompts(case.sequences // options.samples, options.prompt_tokens, engine.limits.vocab_size)
+    last = options.cases[-1]
+    case = Case(last.sequences, 64)
+    prompt_tokens = last.prompt_tokens or options.prompt_tokens
+    prompts = make_prompts(case.sequences // options.samples, prompt_tokens, engine.limits.vocab_size)
     engine.set_version(77)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run_engine(engine, prompts, case, options.samples, 77, tuple(options.stop))

@@ -102,7 +102,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
     module = case.make_module(model, 1.0)
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank))
-    work = _Work.of(model, data)
+    work = Work.of(model, data)
     config = LearnerConfig(
         max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **dict(case.training)
     )
@@ -127,14 +127,14 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     tokens: int
     """Of all sequences, each with its prompt."""
     forward_flops: float
     train_flops: float
 
     @classmethod
-    def of(cls, model: Any, data: DataProto) -> _Work:
+    def of(cls, model: Any, data: DataProto) -> Work:
         (pack,) = pack_rows(read_rows(data), data.batch["response_mask"].shape[1], max_tokens=1 << 40)
         decoder, head = model.get_decoder(), model.get_output_embeddings()
         embedded = id(model.get_input_embeddings().weight)
@@ -171,14 +171,14 @@ def _experience(options: argparse.Namespace, vocabulary: int) -> DataProto:
             longest = min(options.longest, options.tokens - num_tokens + len(prompt) + 8)
             length = max(int(min(float(length), longest)), len(prompt) + 8)
             response = torch.randint(10, vocabulary, (length - len(prompt),), generator=generator).tolist()
-            trajectories.append(_trajectory(prompt, response, sample))
+            trajectories.append(trajectory(prompt, response, sample))
             num_tokens += length
     data = pad_trajectories(trajectories, pad_token_id=0)
     advantages = torch.randn(len(data), 1, generator=generator) * data.batch["response_mask"]
     return data.with_columns(tensors={"old_logprobs": data.batch["rollout_logprobs"], "advantages": advantages})
 
 
-def _trajectory(prompt: list[int], response: list[int], sample: int) -> Trajectory:
+def trajectory(prompt: list[int], response: list[int], sample: int) -> Trajectory:
     return Trajectory(
         uid="row",
         sample=sample,

@@ -90,9 +90,10 @@ def run_process(command: Sequence[str], job: str, environment: dict[str, str]) -
 def _settings(device: torch.device, max_sequences: int) -> dict[str, Any]:
     if device.type != "cuda":
         return {"enforce_eager": True}
-    # Our models stay loaded in the same memory. By default vLLM captures no graphs of more than 512 rows.
+    # Our models stay loaded in the same memory. 256 sequences of 9,216 tokens need 63 GiB of keys and values for a 1.5B
+    # model. By default vLLM captures no graphs of more than 512 rows.
     graphs = [2**power for power in range(max_sequences.bit_length()) if 2**power < max_sequences] + [max_sequences]
-    return {"gpu_memory_utilization": 0.5, "compilation_config": {"cudagraph_capture_sizes": graphs}}
+    return {"gpu_memory_utilization": 0.75, "compilation_config": {"cudagraph_capture_sizes": graphs}}
 
 
 def _environment(device: torch.device) -> dict[str, str]:

@@ -117,9 +117,22 @@ def test_the_floor_counts_what_must_be_read_and_multiplied(script, tied):
     ceilings = throughput.Ceilings(copy_bytes_per_s=1e9, matmul_flop_per_s=1e12)
     weight_s = max((body + head) * 4 / 1e9, 2 * (body + head) * 8 / 1e12)
     step_s = weight_s + (2 * 10 + 8 * 6 / 2) * kv_bytes / 1e9
-    expected = 8 * 6 / (2 * body * 2 * 10 / 1e12 + 6 * step_s)
+    # Ten tokens attend to 55 pairs: two products over a width of 128 in four layers.
+    attention = 2 * 2 * 128 * 4 * 55
+    expected = 8 * 6 / (2 * (2 * body * 10 + attention) / 1e12 + 6 * step_s)
     case = throughput.Case(sequences=8, new_tokens=6)
     assert throughput.floor_tokens_per_s(model, case, 2, 10, ceilings) == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_every_case_may_have_prompts_of_its_own_length(record_of):
+    arguments = ["--shape", "tiny", "--cases", "2x8", "2x8@96", "--prompt-tokens", "6", "--runs", "1", "--no-baseline"]
+    short, long = record_of("rollout_throughput", *arguments)["results"]
+    assert (short["case"], short["prefilled_tokens"]) == ("2x8", 2 * 6)
+    assert (long["case"], long["prefilled_tokens"]) == ("2x8@96", 2 * 96)
+    # Two values of 64 numbers of four bytes in each of four layers.
+    assert long["kv_gib_needed"] == 2 * (96 + 8) * 2 * 64 * 4 * 4 / 2**30
+    assert long["preempted"] == 0
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ def train_step(script):
 
 def test_a_shared_prompt_is_computed_once_and_the_output_layer_on_trained_tokens(train_step):
     model = train_step.build_model("tiny", torch.device("cpu"), torch.float32)
-    rows = [train_step._trajectory([11, 12, 13, 14], [20 + sample, 30, 40], sample) for sample in range(2)]
+    rows = [train_step.trajectory([11, 12, 13, 14], [20 + sample, 30, 40], sample) for sample in range(2)]
     data = pad_trajectories(rows, pad_token_id=0)
-    work = train_step._Work.of(model, data)
+    work = train_step.Work.of(model, data)
     # Width 128, keys and values 64, between 384, four layers: q and o, k and v, gate and up and down.
     layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384
     # Four tokens of the prompt and two of each response, whose last token predicts nothing; six are trained.
@@ -33,7 +33,7 @@ def test_a_shared_prompt_is_computed_once_and_the_output_layer_on_trained_tokens
     assert work.train_flops == 3 * work.forward_flops
     add_adapters(model, LoraConfig(rank=1))
     adapters = 2 * 8 * sum(each.numel() for each in model.parameters() if each.requires_grad)
-    work = train_step._Work.of(model, data)
+    work = train_step.Work.of(model, data)
     assert work.train_flops == 2 * (products + head) + 3 * (adapters + attention)
 
 

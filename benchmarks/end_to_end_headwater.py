@@ -1,4 +1,4 @@
-"""Headwater's side of ``grpo_step_vs_trl.py``: the trainer of ``headwater train``, built from a config."""
+"""Headwater's side of ``end_to_end.py``: the trainer of ``headwater train``, built from a config."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 import transformers
-from grpo_step_job import Job, Outcome, StepTimes, peak_gib, score
+from end_to_end_job import Job, Outcome, Step, host_peak_gib, score
 from pyarrow.parquet import read_table
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import headwater
 from headwater.config.load import load_config
@@ -27,9 +26,14 @@ from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
+from headwater.trainer.memory_setup import plan_run, planned
+from headwater.trainer.memory_turns import releases_cache
 from headwater.trainer.rollout_setup import build_rollout
 from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.rlvr import rlvr
+
+_STAGES = {"rollout": "wait", "experience": "experience", "train": "train", "publish": "publish"}
+"""Stages of the comparison, and those of the recorder."""
 
 
 class FullLength:
@@ -42,42 +46,37 @@ class FullLength:
         return await rlvr(Episode(self._context, episode.engine, episode.data))
 
 
-def compute_score(*, solution_str: str, **_: Any) -> float:
-    return score(solution_str)
+def compute_score(**_: Any) -> float:
+    return score()
 
 
 class Watch(Display):
-    """Notes after every step what forward and optimiser took, and the peak so far: the last checkpoint is no part."""
+    """Notes when every step ends, and the peak of main memory so far."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seconds = {"forward": 0.0, "optimizer": 0.0}
-        self.parts: list[Mapping[str, float]] = []
+        self.ends: list[float] = []
         self.peak_gib = 0.0
-        self._since = self._cpu = 0.0
-
-    def attach(self, module: torch.nn.Module) -> None:
-        module.register_forward_pre_hook(lambda *_: self._begin())
-        module.register_forward_hook(lambda *_: self._end("forward"))
-        register_optimizer_step_pre_hook(lambda *_: self._begin())
-        register_optimizer_step_post_hook(lambda *_: self._end("optimizer"))
-
-    def _begin(self) -> None:
-        self._since = time.perf_counter()
-
-    def _end(self, name: str) -> None:
-        self.seconds[name] += time.perf_counter() - self._since
 
     @contextmanager
     def stage(self, name: str, total: int, start: int = 0) -> Iterator[Reporter]:
-        self._cpu = time.process_time()
+        self.ends = [time.perf_counter()]
         yield self
 
     def update(self, done: int, shown: Mapping[str, str]) -> None:
-        cpu = time.process_time()
-        self.parts.append({**self.seconds, "cpu": cpu - self._cpu})
-        self.seconds, self._cpu = dict.fromkeys(self.seconds, 0.0), cpu
-        self.peak_gib = peak_gib()
+        self.ends.append(time.perf_counter())
+        self.peak_gib = host_peak_gib()
+
+    @property
+    def seconds(self) -> list[float]:
+        return [end - begin for begin, end in zip(self.ends, self.ends[1:], strict=False)]
+
+
+class Unsaved(Trainer):
+    """A trainer without the checkpoint at the end, which is no part of a step and takes 20 GB for a 1.5B model."""
+
+    def _save(self, *, is_last: bool = False, is_rescue: bool = False) -> None:
+        pass
 
 
 def config_of(job: Job, folder: Path) -> Config:
@@ -86,13 +85,13 @@ def config_of(job: Job, folder: Path) -> Config:
     settings = {
         "run.root": str(folder / "runs"),
         "model.path": job.model,
-        "model.device": "cpu",
+        "model.device": job.device,
+        "model.dtype": job.dtype,
         "data.train": str(rows),
-        "data.max_prompt_tokens": 64,
+        "data.max_prompt_tokens": max(job.prompt_tokens),
         "rollout.workflow": f"{__file__}:FullLength",
         "rollout.num_samples_per_prompt": job.num_samples,
         "rollout.max_new_tokens": job.num_new_tokens,
-        "engine.kv_cache_gib": 0.25,
         "reward.function": f"{__file__}:compute_score",
         "learner.learning_rate": job.learning_rate,
         "learner.max_tokens_per_microbatch": job.microbatch,
@@ -100,43 +99,56 @@ def config_of(job: Job, folder: Path) -> Config:
         "trainer.total_steps": job.num_steps,
         "trainer.num_prompts_per_step": len(job.chats),
         "trainer.num_threads": job.num_threads,
+        "eval.before": False,
+        "eval.after": False,
+        **({"engine.kv_cache_gib": 0.25} if job.device == "cpu" else {}),
     }
-    return load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()]).config
+    given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return load_config(None, [*given, *job.settings]).config
 
 
 def main(job_file: Path, outcome_file: Path) -> None:
+    began = time.perf_counter()
     job = Job.read(job_file)
-    torch.set_num_threads(job.num_threads)
+    if job.num_threads:
+        torch.set_num_threads(job.num_threads)
     watch = Watch()
     with TemporaryDirectory() as folder:
         config = config_of(job, Path(folder))
-        rollout = build_rollout(config, config.model.path)
+        plan = plan_run(config, job.model)
+        built = planned(config, plan)
+        rollout = build_rollout(built, job.model)
         try:
-            training = build_training(LearnerSpec(config, config.model.path, config.model.path), rollout.tokenizer)
-            watch.attach(training.learner.actor.engine.module)
+            if releases_cache(config, plan):
+                rollout.sleep_cache()
+            training = build_training(LearnerSpec(built, job.model, job.model), rollout.tokenizer)
             run = RunDirectory.create(Path(config.run.root), config.run.name)
-            Trainer(config, rollout, training, run, watch).fit()
+            Unsaved(config, rollout, replace(training, config=config), run, watch, plan=plan).fit()
         finally:
             rollout.close()
         records = [each for each in run.read_metrics() if each["kind"] == "train"]
         rollouts = read_table(max((run.path / "rollouts").glob("*.parquet"))).to_pylist()
-    steps = []
-    for record, part in zip(records, watch.parts, strict=True):
-        backward = record["time/train_s"] - part["forward"] - part["optimizer"]
-        steps.append(StepTimes(record["time/step_s"], record["time/generate_s"], backward=backward, **part))
-        print(f"Headwater {steps[-1]}", flush=True)
+    steps = [Step.of(seconds, _stages(record)) for seconds, record in zip(watch.seconds, records, strict=True)]
+    for each in steps:
+        print(f"Headwater {each}", flush=True)
+    on_gpu = [each["memory/gpu_peak_gib"] for each in records if "memory/gpu_peak_gib" in each]
     Outcome(
+        load_s=watch.ends[0] - began,
         steps=steps,
-        prompt_tokens=sorted({each["uid"]: each["prompt_length"] for each in rollouts}.values()),
         new_tokens=sum(sum(each["loss_mask"]) for each in rollouts),
         num_rewards=len({each["reward"] for each in rollouts}),
-        peak_gib=watch.peak_gib,
+        peak_gib=max(on_gpu, default=watch.peak_gib),
         versions={
             "headwater": headwater.__version__,
             "transformers": transformers.__version__,
             "torch": torch.__version__,
         },
     ).write(outcome_file)
+
+
+def _stages(record: Mapping[str, Any]) -> dict[str, float]:
+    stages = {name: record.get(f"time/{ours}_s", 0.0) for name, ours in _STAGES.items()}
+    return stages | {name: record.get(f"time/{name}_s", 0.0) for name in ("generate", "reward")}
 
 
 if __name__ == "__main__":
