@@ -211,6 +211,7 @@ def _fit(
     from headwater.trainer.experience import logprob_sources
     from headwater.trainer.learner_setup import build_training
     from headwater.trainer.loop import Trainer
+    from headwater.trainer.memory_advice import advised
     from headwater.trainer.memory_setup import describe_plan, plan_run, planned
     from headwater.trainer.memory_turns import releases_cache
     from headwater.trainer.rollout_setup import build_rollout, describe
@@ -229,19 +230,21 @@ def _fit(
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
         plan = plan_run(config, model_path, num_launched())
         built = planned(config, plan)
-        rollout = stack.enter_context(closing(build_rollout(built, model_path, remote=site.remote())))
+        with advised("load_engine", config, plan):
+            rollout = stack.enter_context(closing(build_rollout(built, model_path, remote=site.remote())))
         if releases_cache(config, plan):
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         # Without a checkpoint, a warm start is repeated and makes the reference again.
         reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
         spec = LearnerSpec(built, model_path, reference_path)
-        training = build_training(
-            spec,
-            rollout.tokenizer,
-            site.make_learner,
-            check_prompts=rollout.check_prompts,
-            tools=rollout.tools_of_row,
-        )
+        with advised("load_learner", config, plan):
+            training = build_training(
+                spec,
+                rollout.tokenizer,
+                site.make_learner,
+                check_prompts=rollout.check_prompts,
+                tools=rollout.tools_of_row,
+            )
         # A resumed run makes its own plan, so the config that is kept has none of this one.
         config = replace(training.config, engine=config.engine, learner=config.learner)
         training = replace(training, config=config)
@@ -268,7 +271,8 @@ def _fit(
             config, rollout, training, run, display, notices=texts, callbacks=attempts.callbacks, plan=plan
         )
         if checkpoint is not None:
-            trainer.restore(checkpoint)
+            with advised("resume", config, plan):
+                trainer.restore(checkpoint)
             display.say(f"Resuming {run.path} after step {trainer.step}")
             if site.is_here and resolve_dtype(config.model.dtype) != (
                 chosen := auto_dtype(resolve_device(config.model.device))

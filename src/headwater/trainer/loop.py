@@ -269,13 +269,14 @@ class Trainer:
             with self._recorder.stage(name, **args):
                 yield
         except Exception as error:
-            from headwater.trainer.memory_advice import is_out_of_memory, memory_full  # only for a failed run
+            from headwater.trainer.memory_advice import Known, is_out_of_memory, memory_full  # only for a failed run
 
             if not is_out_of_memory(error) or isinstance(error, DeviceMemoryFull):  # an inner stage has named itself
                 raise
-            failed = self._learner.status().failure
-            shapes = {} if failed else self._learner.shapes()
-            raise memory_full(error, name, self._config, shapes, self._turns.plan) from error
+            learner = self._learner.status()
+            shapes = {} if learner.failure else self._learner.shapes()
+            known = Known.of(self._config, lambda: self._parts.engine.status().settings, learner.num_ranks)
+            raise memory_full(error, name, self._config, shapes, self._turns.plan, known) from error
 
     @contextmanager
     def _switch(self, name: str) -> Iterator[None]:
@@ -409,16 +410,17 @@ class Trainer:
             return probed.reward_mean
 
         self._turns.train()  # the memory plan counts the engine's weights as absent while anything is trained
-        result = warm_start(
-            config.warm_start,
-            self._learner,
-            self._parts.tokenizer,
-            self._training.train_data,
-            seed=config.run.seed,
-            template_args=config.data.chat_template_args,
-            sampled_reward=sampled_reward,
-            display=self._display,
-        )
+        with self._stage("warm_start"):
+            result = warm_start(
+                config.warm_start,
+                self._learner,
+                self._parts.tokenizer,
+                self._training.train_data,
+                seed=config.run.seed,
+                template_args=config.data.chat_template_args,
+                sampled_reward=sampled_reward,
+                display=self._display,
+            )
         self._send(0)
         self._learner.keep_reference(self._run.reference)
         if self._run.reference.exists():

@@ -1,21 +1,30 @@
-"""A device that has run out of memory: at which stage, and which settings need less, with what each of them saves."""
+"""A device that has run out of memory: at which stage, what holds the most, and which settings need less, with what each
+of them saves.
+
+    with advised("load_learner", config, plan):     # an error about memory inside becomes one with advice
+        ...
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
 from headwater.core.errors import DeviceMemoryFull
-from headwater.core.memory_plan import KV_CACHE, RELEASED, MemoryPlan
+from headwater.core.memory_plan import GIB, KV_CACHE, RELEASED, RESIDENT, MemoryPlan, Way
 from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
-from headwater.models.device import resolve_device
-from headwater.trainer.memory_setup import planned
+from headwater.models.device import resolve_device, resolve_dtype
+from headwater.models.memory_sizes import RunSizes
+from headwater.trainer.memory_setup import Models, holders_of, planned
+from headwater.trainer.memory_turns import releases_cache
 
 _WEIGHT_BYTES = 4
 _COPY_BYTES = 2
@@ -30,8 +39,16 @@ _WORK = {
     "publish": "sending the weights to the engine",
     "checkpoint": "saving a checkpoint",
     "offload": "moving the learner between the device and main memory",
+    "load_engine": "loading the engine",
+    "load_learner": "loading the learner",
+    "warm_start": "training on supervised examples",
+    "resume": "loading a checkpoint",
 }
-"""What the stages of a step do, for the message."""
+"""What the stages of a step do, and those before the first step, for the message."""
+_GENERATING = ("wait", "evaluate", "load_engine")
+_TRAINING = ("train", "warm_start", "load_learner", "resume")
+_FROM_START = ("load_engine", "load_learner", "resume")
+"""Stages in which a run has done nothing yet that could be resumed."""
 _NUM_HOLDERS = 5
 NEW_RUN = "in a new run"
 """Marks settings that a resume refuses to change, because the checkpoint depends on them."""
@@ -51,22 +68,86 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known about the memory of a run: the sizes of its models, and of the engine's KV cache if it exists."""
+
+    models: Models
+    cache_bytes: int = 0
+    num_ranks: int = 1
+
+    @classmethod
+    def of(
+        cls, config: Config, settings: Callable[[], Mapping[str, Any]] = dict, num_ranks: int = 1
+    ) -> Known | None:
+        """``settings`` returns those that the engine's status tells. None if the sizes cannot be read."""
+        try:
+            models = Models.read(config, config.model.path)
+            cache_gib = float(settings().get("kv_cache_gib", 0.0))
+        except Exception:  # noqa: BLE001  an error about memory must not be hidden by another one
+            return None
+        return cls(models, int(cache_gib * GIB), num_ranks)
+
+    def ways(self, config: Config) -> dict[str, Way]:
+        """Every holder as the settings alone have it, without a plan."""
+        config = replace(config, learner=replace(config.learner, residency=(RESIDENT,)))
+        sizes = self._of_rank(self.models.sizes(config))
+        ways = {each.tag: each.ways[0] for each in holders_of(config, sizes, can_discard=False)}
+        in_training = 0 if releases_cache(config, None) else self.cache_bytes
+        ways[KV_CACHE] = Way(RESIDENT, self.cache_bytes, in_training)
+        if config.rollout.is_separate:
+            ways = {tag: way for tag, way in ways.items() if tag not in ("weights", KV_CACHE, "graphs")}
+        return ways
+
+    def saved(self, config: Config, other: Config, part: Callable[[RunSizes], int]) -> int:
+        """Bytes of a part that another config saves."""
+        return max(0, part(self.models.sizes(config)) - part(self.models.sizes(other)))
+
+    def _of_rank(self, sizes: RunSizes) -> RunSizes:
+        """Ranks share the weights that are trained, their gradients and averages."""
+        count = self.num_ranks
+        return replace(
+            sizes,
+            parameters=sizes.parameters // count,
+            gradients=sizes.gradients // count,
+            optimizer=sizes.optimizer // count,
+        )
+
+
+@contextmanager
+def advised(stage: str, config: Config, plan: MemoryPlan | None = None) -> Iterator[None]:
+    """A part of a run before its first step. If the device runs out of memory in it, the error names settings that need
+    less."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error) or isinstance(error, DeviceMemoryFull):
+            raise
+        raise memory_full(error, stage, config, {}, plan, Known.of(config)) from error
+
+
 def memory_full(
     error: BaseException,
     stage: str,
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
     plan: MemoryPlan | None = None,
+    known: Known | None = None,
 ) -> DeviceMemoryFull:
-    """``shapes`` are those of the policy's weights. The ``plan`` of the run names the largest holders of memory."""
+    """``shapes`` are those of the policy's weights. The ``plan`` of the run, or what is ``known`` about its sizes, names
+    the largest holders of memory."""
+    ways = plan.holders if plan is not None else known.ways(config) if known is not None else {}
     config = _as_planned(config, plan)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
+    vocabulary = _vocabulary(shapes)
+    if known is not None and not shapes:
+        num_weights, vocabulary = known.models.policy.num_parameters, known.models.policy.vocab_size
     cause = str(error).partition("\n")[0][:300]
-    lines = "\n".join(f"  - {line}" for line in remedies(stage, config, num_weights, _vocabulary(shapes)))
+    lines = "\n".join(f"  - {line}" for line in remedies(stage, config, num_weights, vocabulary, known))
+    then = "start again" if stage in _FROM_START else "resume (not those for a new run)"
     return DeviceMemoryFull(
         f"out of memory while {_WORK.get(stage, stage)} ({cause}). The policy has {num_weights / 1e6:.0f} million "
-        f"weights. {_largest(stage, plan)}These settings need less; change one, then resume (not those for a new "
-        f"run):\n{lines}"
+        f"weights. {_largest(stage, ways, plan, known)}These settings need less; change one, then {then}:\n{lines}"
     )
 
 
@@ -81,36 +162,49 @@ def _as_planned(config: Config, plan: MemoryPlan | None) -> Config:
     return config
 
 
-def _largest(stage: str, plan: MemoryPlan | None) -> str:
+def _largest(stage: str, ways: Mapping[str, Way], plan: MemoryPlan | None, known: Known | None) -> str:
     """A sentence about the holders of memory in the phase of a stage, the largest first."""
-    if plan is None:
+    sizes = {tag: way.generate if stage in _GENERATING else way.train for tag, way in ways.items()}
+    named = [tag for tag in sorted(sizes, key=lambda tag: -sizes[tag])[:_NUM_HOLDERS] if sizes[tag]]
+    if not named:
         return ""
-    generates = stage in ("wait", "evaluate")
-    sizes = {tag: way.generate if generates else way.train for tag, way in plan.holders.items()}
-    named = sorted(sizes, key=lambda tag: -sizes[tag])[:_NUM_HOLDERS]
-    parts = ", ".join(f"{tag.replace('_', ' ')} {show_bytes(sizes[tag])}" for tag in named if sizes[tag])
-    return f"The plan of the run counts, of {show_bytes(plan.budget.device)} that were free at its start: {parts}. "
+    parts = ", ".join(f"{tag.replace('_', ' ')} {show_bytes(sizes[tag])}" for tag in named)
+    if plan is not None:
+        return f"The plan of the run counts, of {show_bytes(plan.budget.device)} that were free at its start: {parts}. "
+    where = f" on each of {known.num_ranks} ranks" if known is not None and known.num_ranks > 1 else ""
+    return f"By their sizes, the largest holders{where} are: {parts} (activations are an estimate). "
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return max((shape[0] for shape in shapes.values() if len(shape) == 2), default=0)
 
 
-def remedies(stage: str, config: Config, num_weights: int, vocabulary: int) -> Iterator[str]:
+def remedies(
+    stage: str, config: Config, num_weights: int, vocabulary: int, known: Known | None = None
+) -> Iterator[str]:
     """Settings that reduce the memory of a stage, those that cost the least speed first."""
-    if stage in ("experience", "evaluate", "wait", "offload"):
-        yield from _of_forward(config, vocabulary) if stage == "experience" else _of_generation(config, num_weights)
-    if stage == "train":
-        yield from _of_update(config, num_weights, vocabulary)
-    if stage in ("train", "experience") and _shares_device(config):
+    if stage == "experience":
+        yield from _of_forward(config, vocabulary, known)
+    if stage in (*_GENERATING, "offload"):
+        yield from _of_generation(config, num_weights, known)
+    if stage in _TRAINING:
+        yield from _of_update(config, num_weights, vocabulary, known)
+    if stage == "checkpoint":
+        yield from _of_checkpoint(config, num_weights)
+    if stage in (*_TRAINING, "experience", "publish") and _shares_device(config):
         turns = "; learner.offload_during_rollout=true frees all of it during training"
-        yield f"{_smaller_cache(config)}: frees half of the KV cache{turns if _can_take_turns(config) else ''}"
-    if stage in ("train", "experience", "publish") and config.lora.rank == 0:
+        half = f" ({_half_cache(known)})" if known is not None and known.cache_bytes else ""
+        yield f"{_smaller_cache(config)}: frees half of the KV cache{half}{turns if _can_take_turns(config) else ''}"
+    if stage in (*_TRAINING, "experience", "publish") and config.lora.rank == 0:
         saved = (_WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
         yield (
             f"lora.rank=16, {NEW_RUN}: trains adapters only, which saves about {show_bytes(saved)} of gradients and "
             "averages"
         )
+
+
+def _half_cache(known: Known) -> str:
+    return show_bytes(known.cache_bytes // 2)
 
 
 def _shares_device(config: Config) -> bool:
@@ -141,20 +235,33 @@ def _uses_gpu(config: Config, device: str = "auto") -> bool:
     )
 
 
-def _of_update(config: Config, num_weights: int, vocabulary: int) -> Iterator[str]:
+def _learning(config: Config, **values: object) -> Config:
+    return replace(config, learner=replace(config.learner, **values))  # type: ignore[arg-type]
+
+
+def _about(known: Known | None, config: Config, other: Config, part: Callable[[RunSizes], int]) -> str:
+    """What another config saves, as the end of a line, or nothing if that is not known."""
+    saved = known.saved(config, other, part) if known is not None else 0
+    return f"; saves about {show_bytes(saved)} by estimate" if saved else ""
+
+
+def _of_update(config: Config, num_weights: int, vocabulary: int, known: Known | None) -> Iterator[str]:
     learner = config.learner
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     tokens = learner.max_tokens_per_microbatch
     if (fewer := max(longest, tokens // 2)) < tokens:
         saved = (tokens - fewer) * vocabulary * _WEIGHT_BYTES
+        other = _learning(config, max_tokens_per_microbatch=fewer)
         yield (
             f"learner.max_tokens_per_microbatch={fewer} (now {tokens}): activations shrink to "
             f"{100 * fewer / tokens:.0f}%, and the logits of a pass by up to {show_bytes(saved)}; the gradient is equal"
+            f"{_about(known, config, other, lambda sizes: sizes.activations)}"
         )
     if not learner.checkpoint_activations:
+        other = _learning(config, checkpoint_activations=True)
         yield (
             "learner.checkpoint_activations=true: keeps the input of each layer instead of all its activations, often "
-            "a tenth of them, for a third more work"
+            f"a tenth of them, for a third more work{_about(known, config, other, lambda sizes: sizes.activations)}"
         )
     if learner.convert_at_once and config.lora.rank == 0 and _uses_gpu(config):
         yield (
@@ -172,25 +279,49 @@ def _of_update(config: Config, num_weights: int, vocabulary: int) -> Iterator[st
         )
 
 
-def _of_forward(config: Config, vocabulary: int) -> Iterator[str]:
+def _of_checkpoint(config: Config, num_weights: int) -> Iterator[str]:
+    """A checkpoint that is written in the background is first copied, to main memory."""
+    averages = 0 if config.lora.rank or not config.trainer.checkpoint_optimizer else _AVERAGES_BYTES * num_weights
+    if config.trainer.checkpoint_in_background:
+        saved = show_bytes(_WEIGHT_BYTES * num_weights + averages)
+        yield f"trainer.checkpoint_in_background=false: needs no copy in main memory, which saves up to {saved}"
+    if averages:
+        yield (
+            f"trainer.checkpoint_optimizer=false: leaves out AdamW's averages, {show_bytes(averages)}; a resumed run "
+            "does not continue exactly"
+        )
+
+
+def _of_forward(config: Config, vocabulary: int, known: Known | None) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     tokens = config.learner.forward_tokens
     if (fewer := max(longest, tokens // 2)) < tokens:
         saved = (tokens - fewer) * vocabulary * _WEIGHT_BYTES
+        about = ""
+        if known is not None:
+            item = resolve_dtype(config.model.dtype, config.model.device).itemsize
+            size = known.models.policy.forward_bytes
+            about = f"; saves about {show_bytes(size(tokens, item) - size(fewer, item))} by estimate"
         yield (
             f"learner.max_tokens_per_forward_pass={fewer} (now {tokens}): a pass needs {100 * fewer / tokens:.0f}% of "
-            f"its memory, and its logits up to {show_bytes(saved)} less"
+            f"its memory, and its logits up to {show_bytes(saved)} less{about}"
         )
 
 
-def _of_generation(config: Config, num_weights: int) -> Iterator[str]:
+def _of_generation(config: Config, num_weights: int, known: Known | None) -> Iterator[str]:
     engine = config.engine
     on_gpu = _uses_gpu(config, config.rollout.device if config.rollout.is_separate else "auto")
-    yield f"{_smaller_cache(config)}: halves the KV cache"
+    half = f", which frees {_half_cache(known)}" if known is not None and known.cache_bytes else ""
+    yield f"{_smaller_cache(config)}: halves the KV cache{half}"
     sequences = engine.max_sequences or (GPU_SEQUENCES if on_gpu else CPU_SEQUENCES)
-    yield f"engine.max_sequences={max(1, sequences // 2)} (now {sequences}): halves the memory of a decode step"
+    fewer = replace(config, engine=replace(engine, max_sequences=max(1, sequences // 2)))
+    about = _about(known, config, fewer, lambda sizes: sizes.graphs + sizes.prefill)
+    yield f"engine.max_sequences={max(1, sequences // 2)} (now {sequences}): halves the memory of a decode step{about}"
     prefill = engine.max_prefill_tokens or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
-    yield f"engine.max_prefill_tokens={max(1, prefill // 2)} (now {prefill}): halves the memory of a prefill pass"
+    now = replace(config, engine=replace(engine, max_prefill_tokens=prefill))
+    fewer = replace(config, engine=replace(engine, max_prefill_tokens=max(1, prefill // 2)))
+    about = _about(known, now, fewer, lambda sizes: sizes.prefill)
+    yield f"engine.max_prefill_tokens={max(1, prefill // 2)} (now {prefill}): halves the memory of a prefill pass{about}"
     if on_gpu and _can_take_turns(config):
         saved = (_WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
         yield (

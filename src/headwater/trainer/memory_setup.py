@@ -66,8 +66,8 @@ class Models:
         return RunSizes.of(config, self.policy, self.others, num_in_flight(config), prefill)
 
 
-def is_planned(config: Config, num_ranks: int = 1) -> bool:
-    """Whether ``learner.residency`` asks for a plan, and an engine of ours and a learner of one process share a GPU."""
+def shares_gpu(config: Config, num_ranks: int = 1) -> bool:
+    """Whether an engine of ours and a learner of one process share a GPU."""
     return (
         config.cluster.kind == "local"
         and num_ranks == 1
@@ -75,13 +75,22 @@ def is_planned(config: Config, num_ranks: int = 1) -> bool:
         and config.rollout.backend == "embedded"
         and not config.eval.only
         and resolve_device(config.model.device).type == "cuda"
-        and config.learner.residency != (RESIDENT,)
     )
 
 
+def is_planned(config: Config, num_ranks: int = 1) -> bool:
+    """Whether ``learner.residency`` asks for a plan, and there is something to plan."""
+    return config.learner.residency != (RESIDENT,) and shares_gpu(config, num_ranks)
+
+
 def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan | None:
-    """The plan, before anything is loaded. None where none is made. Raises ``ConfigError`` if nothing fits."""
+    """The plan, before anything is loaded. None where none is made. Raises ``ConfigError`` if nothing fits.
+
+    A run without a plan is refused as well if it cannot fit as it is.
+    """
     if not is_planned(config, num_ranks):
+        if shares_gpu(config, num_ranks):
+            _check_unplanned(config, model_path)
         return None
     device = resolve_device(config.model.device)
     try:
@@ -93,6 +102,58 @@ def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan 
         return None
     budget = budget_of(config, free_bytes(device), available_ram())
     return plan_memory(config, models, budget, can_discard=is_supported(device))
+
+
+def _check_unplanned(config: Config, model_path: str) -> None:
+    device = resolve_device(config.model.device)
+    try:
+        models = Models.read(config, model_path)
+    except Exception:  # noqa: BLE001  a model that cannot be read is refused where it is loaded
+        return
+    budget = budget_of(config, free_bytes(device), available_ram())
+    check_fits(config, models, budget, can_discard=is_supported(device))
+
+
+def check_fits(config: Config, models: Models, budget: Budget, *, can_discard: bool) -> None:
+    """Raise ``ConfigError`` with numbers if a run without a plan needs more memory than there is, for certain: without
+    activations, and without the copies in main memory that two settings ask for."""
+    sizes = models.sizes(config)
+    certain = replace(sizes, activations=0, prefill=0, graphs=0)
+    size = _least_unplanned(config, models, sizes, budget)
+    cache = Cache(size, size, size, cache_of(config, sizes, budget).ways)
+    tight = replace(budget, reserve=0, host=1 << 62)
+    try:
+        make_plan(holders_of(config, certain, can_discard=False), tight, cache)
+    except NoPlan as error:
+        advice = _advised_plan(config, models, budget, can_discard=can_discard)
+        raise ConfigError([_refusal(config, models, error, advice)]) from error
+
+
+def _least_unplanned(config: Config, models: Models, sizes: RunSizes, budget: Budget) -> int:
+    """Bytes that the KV cache has at the least if there is no plan (``engine/kv_cache.py`` chooses)."""
+    engine, policy = config.engine, models.policy
+    if engine.kv_cache_gib:
+        return int(engine.kv_cache_gib * GIB)
+    if policy.num_vision_parameters:
+        return 0  # how much the engine keeps for pictures is not known here
+    rows, prefill = engine.max_sequences or GPU_SEQUENCES, engine.max_prefill_tokens or GPU_PREFILL_TOKENS
+    item = sizes.weights // policy.num_parameters
+    left = budget.device - sizes.weights - policy.prefill_bytes(prefill, rows, item) - GIB
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    share = (engine.memory_fraction or SHARED_FRACTION) * max(0, left)
+    return min(int(share), rows * longest * sizes.kv_token)
+
+
+def _advised_plan(config: Config, models: Models, budget: Budget, *, can_discard: bool) -> str:
+    """A line about the plan that ``learner.residency=[auto]`` would make, if there is one."""
+    config = replace(config, learner=replace(config.learner, residency=("auto",)))
+    try:
+        plan = plan_memory(config, models, budget, can_discard=can_discard)
+    except ConfigError:
+        return ""
+    moved = f"{show_bytes(plan.moved)} move in every step" if plan.moved else "nothing is copied"
+    fits = "" if plan.fits else ", which may be too much"
+    return f"learner.residency=[auto] (releases what is not needed; {moved}): needs {show_bytes(plan.peak)}{fits}"
 
 
 def budget_of(config: Config, device_bytes: int, host_bytes: int) -> Budget:
@@ -271,13 +332,14 @@ def describe_plan(plan: MemoryPlan) -> str:
     )
 
 
-def _refusal(config: Config, models: Models, error: NoPlan) -> str:
+def _refusal(config: Config, models: Models, error: NoPlan, first: str = "") -> str:
+    """``first`` is a setting that is advised before all others."""
     least = error.least
     holders = sorted(least.holders.items(), key=lambda each: -max(each[1].generate, each[1].train))
     largest = ", ".join(f"{tag} {show_bytes(max(way.generate, way.train))}" for tag, way in holders[:4])
     if least.ways["optimizer"] == STREAMED:  # by the plan, or because the config says so
         config = replace(config, learner=replace(config.learner, offload_optimizer=True))
-    lines = "".join(f"\n  - {line}" for line in savings(config, models))
+    lines = "".join(f"\n  - {line}" for line in [*([first] if first else []), *savings(config, models)])
     if least.host > least.budget.host:
         usable = show_bytes(least.budget.host)
         what = f"copies in main memory need {show_bytes(least.host)}, and {usable} of it can be used"

@@ -14,7 +14,8 @@ from headwater.core.errors import ConfigError
 from headwater.trainer import memory_advice
 from headwater.trainer.memory_advice import NEW_RUN, remedies
 
-STAGES = ("wait", "experience", "train", "publish", "offload")
+STAGES = ("wait", "experience", "train", "publish", "offload", "checkpoint", "evaluate", "warm_start", "load_engine",
+          "load_learner", "resume")  # fmt: skip
 PPO = ["algorithm.advantage=gae", "critic.enabled=true"]
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import Qwen2Config
 
 from headwater import train
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, DeviceMemoryFull, ModelError
 from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
 from headwater.trainer import memory_advice, memory_setup
-from headwater.trainer.memory_advice import memory_full
+from headwater.trainer.memory_advice import Known, advised, memory_full
 from headwater.trainer.memory_setup import (
     Models,
     budget_of,
+    check_fits,
     describe_plan,
     is_planned,
     plan_memory,
@@ -122,6 +125,33 @@ def test_a_run_that_cannot_fit_is_refused_with_numbers_and_remedies(seven):
     assert "learner.offload_optimizer" not in text, "the plan has streamed the averages already"
     with pytest.raises(ConfigError, match=r"main memory need .* and 10 GiB of it can be used"):
         plan_of(seven, CHECKPOINTED, "learner.offload_optimizer=true", ram=10)
+
+
+def test_a_run_without_a_plan_is_refused_if_it_cannot_fit_as_it_is(seven):
+    def check(*settings: str, gpu: float = 139) -> None:
+        config = load_config(None, [*SHAPE, "learner.residency=[resident]", *settings]).config
+        check_fits(config, seven, budget_of(config, int(gpu * GIB), 125 * GIB), can_discard=True)
+
+    with pytest.raises(ConfigError) as error:
+        check(CHECKPOINTED)
+    text = str(error.value)
+    # 14.2 GiB of the engine's weights, 113.5 of the learner's with gradients and averages, and 40% of the rest.
+    assert "learner.residency = resident: training needs at least 15" in text
+    assert "139 GiB are free" in text
+    assert "optimizer 57 GiB" in text
+    assert "learner.residency=[auto] (releases what is not needed; nothing is copied): needs 129 GiB" in text
+    assert "learner.offload_optimizer=true: saves 57 GiB" in text
+    for settings in (["learner.offload_optimizer=true"], ["engine.kv_cache_gib=8"], ["lora.rank=16"]):
+        check(*settings)
+    check("learner.offload_optimizer=true", "learner.offload_during_rollout=true", gpu=85)
+    with pytest.raises(ConfigError, match="50 GiB are free"):
+        check("learner.offload_optimizer=true", "learner.offload_during_rollout=true", gpu=50)
+
+
+def test_a_small_run_without_a_plan_is_never_refused():
+    for models, free in ((small(49152, 576, 1536, 30, 9, 3), 7.3), (small(151936, 896, 4864, 24, 14, 2), 16)):
+        config = load_config(None, ["model.dtype=bfloat16", "model.device=cpu"]).config
+        check_fits(config, models, budget_of(config, int(free * GIB), 32 * GIB), can_discard=True)
 
 
 def test_a_run_whose_estimate_does_not_fit_starts_with_a_warning(seven):
@@ -245,6 +275,52 @@ def test_an_error_about_memory_names_the_largest_holders(seven):
     assert "out of memory while updating the policy" in training
     generation = str(memory_full(MemoryError("no memory"), "wait", config, shapes, plan))
     assert "gradients" not in generation.partition("These settings")[0]
+
+
+def test_without_a_plan_the_sizes_name_the_largest_holders_and_what_each_setting_saves(seven, monkeypatch):
+    monkeypatch.setattr(memory_advice, "_uses_gpu", lambda *_: True)
+    config = load_config(None, [*SHAPE, "learner.residency=[resident]"]).config
+    known = Known(seven, cache_bytes=40 * GIB)
+
+    def told(stage: str, config=config, known=known) -> str:
+        return str(memory_full(MemoryError("no memory"), stage, config, {}, None, known))
+
+    training = told("train")
+    assert "7616 million weights" in training
+    assert "By their sizes, the largest holders are: optimizer 57 GiB, kv cache 40 GiB, activations" in training
+    for setting in ("learner.max_tokens_per_microbatch=8192", "learner.checkpoint_activations=true"):
+        [line] = [each for each in training.splitlines() if setting in each]
+        assert re.search(r"saves about [\d.]+ GiB by estimate$", line), line
+    assert "frees half of the KV cache (20 GiB)" in training
+    generation = told("wait")
+    assert "gradients" not in generation
+    assert "halves the KV cache, which frees 20 GiB" in generation
+    assert re.search(r"engine.max_sequences=512 \(now 1024\).*", generation)
+    assert re.search(r"engine.max_prefill_tokens=.*saves about [\d.]+ [MG]iB by estimate", generation)
+    assert "optimizer 28 GiB" in told("train", known=Known(seven, num_ranks=2))
+    assert "on each of 2 ranks" in told("train", known=Known(seven, num_ranks=2))
+    away = load_config(None, [*SHAPE, "learner.residency=[resident]", "learner.offload_during_rollout=true"]).config
+    assert "optimizer" not in told("wait", away).partition("These settings")[0], "it is in main memory"
+
+
+def test_memory_that_runs_out_before_the_first_step_is_told_with_settings(seven, monkeypatch):
+    monkeypatch.setattr(Models, "read", lambda *_: seven)
+    config = load_config(None, [*SHAPE, "learner.residency=[resident]"]).config
+    with pytest.raises(DeviceMemoryFull) as error, advised("load_engine", config):
+        raise ModelError("no room for the weights") from torch.OutOfMemoryError("CUDA out of memory. Tried 14 GiB")
+    text = str(error.value)
+    assert text.startswith("out of memory while loading the engine (no room for the weights). ")
+    assert "weights 14 GiB" in text
+    assert "change one, then start again:\n  - engine.memory_fraction=0.2" in text
+    with pytest.raises(ModelError, match="^another$"), advised("load_engine", config):
+        raise ModelError("another")
+
+
+def test_sizes_that_cannot_be_read_do_not_hide_the_error(tmp_path):
+    config = load_config(None, [*SHAPE, f"model.path={tmp_path}"]).config
+    assert Known.of(config) is None
+    with pytest.raises(DeviceMemoryFull, match="out of memory while loading the learner"), advised("load_learner", config):
+        raise MemoryError("no memory")
 
 
 def test_an_error_about_memory_advises_nothing_that_the_plan_does_already(seven, monkeypatch):
