@@ -128,8 +128,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, help="length of each prompt, about")
     parser.add_argument("--new-tokens", type=int, help="length of each response")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank (default 0: all weights)")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="compute activations twice, on all sides")
     parser.add_argument("--runs", type=int, default=4, help="timed steps, after the first (default 4)")
-    parser.add_argument("--threads", type=int, default=0, help="threads of torch on all sides (default: torch's choice)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of torch on all sides (default: torch's choice)"
+    )
     parser.add_argument("--microbatch-tokens", type=int, help="tokens per pass of Headwater")
     parser.add_argument("--trl-microbatch", type=int, metavar="SAMPLES", help="samples per pass of TRL")
     parser.add_argument("--vllm-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM (default 0.3)")
@@ -141,7 +145,9 @@ def _options() -> argparse.Namespace:
     if bad := [each for each in options.settings if "=" not in each]:
         parser.error(f"{' '.join(bad)}: must be KEY=VALUE")
     if options.prompts * options.samples % options.trl_microbatch:
-        parser.error(f"--trl-microbatch {options.trl_microbatch}: must divide the {options.prompts * options.samples} samples")
+        parser.error(
+            f"--trl-microbatch {options.trl_microbatch}: must divide the {options.prompts * options.samples} samples"
+        )
     return options
 
 
@@ -163,6 +169,8 @@ def _job(options: argparse.Namespace, device: torch.device, folder: Path) -> Job
         num_threads=options.threads,
         microbatch=options.microbatch_tokens,
         settings=options.settings,
+        lora_rank=options.lora_rank,
+        checkpoint_activations=options.checkpoint_activations,
         vllm_memory=options.vllm_memory,
     )
 

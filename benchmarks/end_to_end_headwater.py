@@ -96,6 +96,8 @@ def config_of(job: Job, folder: Path) -> Config:
         "learner.learning_rate": job.learning_rate,
         "learner.max_tokens_per_microbatch": job.microbatch,
         "learner.skip_zero_advantages": False,
+        "learner.checkpoint_activations": job.checkpoint_activations,
+        "lora.rank": job.lora_rank,
         "trainer.total_steps": job.num_steps,
         "trainer.num_prompts_per_step": len(job.chats),
         "trainer.num_threads": job.num_threads,
@@ -138,6 +140,7 @@ def main(job_file: Path, outcome_file: Path) -> None:
         new_tokens=sum(sum(each["loss_mask"]) for each in rollouts),
         num_rewards=len({each["reward"] for each in rollouts}),
         peak_gib=max(on_gpu, default=watch.peak_gib),
+        held_gib=[each["memory/gpu_gib" if on_gpu else "memory/host_gib"] for each in records],
         versions={
             "headwater": headwater.__version__,
             "transformers": transformers.__version__,

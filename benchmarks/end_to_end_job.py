@@ -38,6 +38,9 @@ class Job:
     """Tokens in one pass of Headwater, samples in one pass of TRL."""
     settings: list[str]
     """Further settings of Headwater, as ``KEY=VALUE``."""
+    lora_rank: int = 0
+    """Adapters of this rank are trained, and the model is in ``dtype``; 0 trains all weights."""
+    checkpoint_activations: bool = False
     use_vllm: bool = False
     vllm_memory: float = 0.3
     """Share of the GPU for vLLM, with its weights."""
@@ -79,6 +82,8 @@ class Outcome:
     """Different rewards in the last step."""
     peak_gib: float
     """GPU memory of tensors at its highest, or resident main memory without a GPU."""
+    held_gib: list[float]
+    """The same at the end of every step. It must not grow."""
     versions: dict[str, str]
 
     @property

@@ -22,12 +22,15 @@ from end_to_end_job import Job, Outcome, Step, host_peak_gib, score
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+_GIB = 2**30
+
 
 class Watch:
     """Seconds by name within one step, and the steps that are done."""
 
     def __init__(self, device: str) -> None:
         self.steps: list[Step] = []
+        self.held_gib: list[float] = []
         self.began = 0.0
         self._seconds: dict[str, float] = {}
         self._last = 0.0
@@ -64,6 +67,7 @@ class Watch:
             "reward": reward,
         }
         self.steps.append(Step.of(now - self._last, stages))
+        self.held_gib.append(torch.cuda.memory_allocated() / _GIB if self._on_gpu else host_peak_gib())
         self._seconds, self._last = {}, now
         print(f"TRL {self.steps[-1]}", flush=True)
 
@@ -124,7 +128,7 @@ def settings_of(job: Job, folder: str) -> GRPOConfig:
         weight_decay=0.0,
         max_grad_norm=1.0,
         beta=0.0,
-        gradient_checkpointing=False,
+        gradient_checkpointing=job.checkpoint_activations,
         bf16=job.dtype == "bfloat16",
         use_cpu=on_cpu,
         save_strategy="no",
@@ -142,7 +146,8 @@ def main(job_file: Path, outcome_file: Path) -> None:
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(job.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    dtype = getattr(torch, job.dtype) if job.lora_rank else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype)
     watch, seen = Watch(job.device), Seen()
     with TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
@@ -152,6 +157,7 @@ def main(job_file: Path, outcome_file: Path) -> None:
             train_dataset=Dataset.from_list([{"prompt": chat} for chat in job.chats]),
             processing_class=tokenizer,
             callbacks=[StepEnds(watch)],
+            peft_config=_adapters(job),
         )
         trainer._prepare_inputs = watch.timed("prepare", trainer._prepare_inputs)
         trainer._generate = watch.timed("rollout", trainer._generate)
@@ -172,9 +178,18 @@ def main(job_file: Path, outcome_file: Path) -> None:
         steps=watch.steps,
         new_tokens=seen.num_tokens,
         num_rewards=len(set(seen.rewards)),
-        peak_gib=host_peak_gib() if job.device == "cpu" else torch.cuda.max_memory_allocated() / 2**30,
+        peak_gib=host_peak_gib() if job.device == "cpu" else torch.cuda.max_memory_allocated() / _GIB,
+        held_gib=watch.held_gib,
         versions=_versions(job),
     ).write(outcome_file)
+
+
+def _adapters(job: Job) -> Any:
+    if not job.lora_rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=job.lora_rank, lora_alpha=2 * job.lora_rank, target_modules="all-linear")
 
 
 def _versions(job: Job) -> dict[str, str]:

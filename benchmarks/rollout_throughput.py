@@ -187,7 +187,9 @@ def run_case(
     spec = ModelSpec.of(model)
     needed_gib = (num_prompts * prompt_tokens + case.num_tokens) * spec.kv_bytes_per_token / _GIB
     if needed_gib > engine.config.kv_cache_gib:
-        print(f"{case.name}: the KV cache has {engine.config.kv_cache_gib:.1f} of the {needed_gib:.1f} GiB that it needs")
+        print(
+            f"{case.name}: the KV cache has {engine.config.kv_cache_gib:.1f} of the {needed_gib:.1f} GiB that it needs"
+        )
     warm = Case(case.sequences, min(case.new_tokens, 2 * engine.config.decode_steps + 1))
     others = make_prompts(num_prompts, prompt_tokens, engine.limits.vocab_size - 1)
     run_engine(engine, others, warm, samples, 999, stops)

@@ -77,9 +77,7 @@ class Known:
     num_ranks: int = 1
 
     @classmethod
-    def of(
-        cls, config: Config, settings: Callable[[], Mapping[str, Any]] = dict, num_ranks: int = 1
-    ) -> Known | None:
+    def of(cls, config: Config, settings: Callable[[], Mapping[str, Any]] = dict, num_ranks: int = 1) -> Known | None:
         """``settings`` returns those that the engine's status tells. None if the sizes cannot be read."""
         try:
             models = Models.read(config, config.model.path)

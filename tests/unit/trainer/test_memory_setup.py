@@ -319,7 +319,10 @@ def test_memory_that_runs_out_before_the_first_step_is_told_with_settings(seven,
 def test_sizes_that_cannot_be_read_do_not_hide_the_error(tmp_path):
     config = load_config(None, [*SHAPE, f"model.path={tmp_path}"]).config
     assert Known.of(config) is None
-    with pytest.raises(DeviceMemoryFull, match="out of memory while loading the learner"), advised("load_learner", config):
+    with (
+        pytest.raises(DeviceMemoryFull, match="out of memory while loading the learner"),
+        advised("load_learner", config),
+    ):
         raise MemoryError("no memory")
 
 
