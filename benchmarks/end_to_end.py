@@ -10,11 +10,12 @@ exactly 512 new tokens, bfloat16 passes and float32 weights; on a CPU it is a ti
 one optimiser step. All samples have different rewards, so every sample has an advantage and none is skipped.
 ``KEY=VALUE`` arguments change settings of Headwater, for example ``rollout.max_staleness=1``.
 
-The sides run one after the other, each in its own process. A side that is not installed is left out and named. The time
-of a step lasts from the end of the step before to its own end, so nothing is left out; the first step, in which kernels
-are compiled and graphs captured, is reported separately, and the result is the median of the others. Peak memory is that
-of the tensors, and that of the whole GPU without what was in use before, both with the KV cache. The floor is the time
-that the necessary products and memory reads take at the rates of this machine, which are measured first.
+The sides run one after the other, each in its own process. A side that is not installed is left out and named. The
+time of a step lasts from the end of the step before to its own end, so nothing is left out. The first step, in which
+kernels are compiled and graphs captured, is reported separately, and the result is the median of the others. Peak
+memory is that of the tensors, and that of the whole GPU without what was in use before, both with the KV cache. The
+floor is the time that the necessary products and memory reads take at the rates of this machine, which are measured
+first.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ def _floor(job: Job, ceilings: Any) -> dict[str, float]:
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(job.model)
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job.dtype))
+    model.requires_grad_(not job.lora_rank)  # the products of adapters are too few to count
     case = Case(job.num_responses, job.num_new_tokens)
     mean_prompt = sum(job.prompt_tokens) / len(job.prompt_tokens)
     rate = floor_tokens_per_s(model, case, len(job.chats), mean_prompt, ceilings)

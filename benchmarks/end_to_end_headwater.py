@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from end_to_end_job import Job, Outcome, Step, host_peak_gib, score
+from end_to_end_job import Job, Outcome, Step, host_peak_gib
 from pyarrow.parquet import read_table
 
 import headwater
@@ -44,10 +44,6 @@ class FullLength:
 
     async def run(self, episode: Episode) -> Trajectory:
         return await rlvr(Episode(self._context, episode.engine, episode.data))
-
-
-def compute_score(**_: Any) -> float:
-    return score()
 
 
 class Watch(Display):
@@ -92,7 +88,7 @@ def config_of(job: Job, folder: Path) -> Config:
         "rollout.workflow": f"{__file__}:FullLength",
         "rollout.num_samples_per_prompt": job.num_samples,
         "rollout.max_new_tokens": job.num_new_tokens,
-        "reward.function": f"{__file__}:compute_score",
+        "reward.function": f"{Path(__file__).with_name('end_to_end_job.py')}:compute_score",
         "learner.learning_rate": job.learning_rate,
         "learner.max_tokens_per_microbatch": job.microbatch,
         "learner.skip_zero_advantages": False,

@@ -18,7 +18,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from end_to_end_job import Job, Outcome, Step, host_peak_gib, score
+from end_to_end_job import Job, Outcome, Step, compute_score, host_peak_gib
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -99,7 +99,7 @@ class Seen:
         self.num_tokens = 0
 
     def __call__(self, *, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        self.rewards = [score() for _ in completion_ids]
+        self.rewards = [compute_score() for _ in completion_ids]
         self.num_tokens = sum(len(each) for each in completion_ids)
         return self.rewards
 

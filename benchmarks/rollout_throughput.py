@@ -3,16 +3,17 @@
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
     python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
     python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
-    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 32x8192@8192 256x8192@1024 --runs 1 --no-baseline
+    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 32x8192@8192 --runs 1 --no-baseline
 
-A case is sequences × new tokens, and optionally the length of its prompts after ``@``. Weights are random (speed does not depend on them), temperature is 1, log-probs are
-on, and no response ends early. Times are measured from the first request to the last response. Transformers'
-generate gets the same prompts, without stop strings; on a GPU it generates fewer tokens, because it would take minutes.
+A case is sequences × new tokens, and optionally the length of its prompts after ``@``. Weights are random (speed does
+not depend on them), temperature is 1, log-probs are on, and no response ends early. Times are measured from the first
+request to the last response. Transformers' generate gets the same prompts, without stop strings; on a GPU it generates
+fewer tokens, because it would take minutes.
 With ``--vllm-python``, vLLM runs first, in a separate process, on random weights and prompts of the same shape.
 
 The floor is a lower bound of the time for layers that run one after the other, at the copy and matrix rates of this
-machine, which are measured first. ``floor_tokens_per_s`` describes what it includes. ``preempted`` counts sequences that
-had to wait for room in the KV cache and were computed again; it should be 0.
+machine, which are measured first. ``floor_tokens_per_s`` describes what it includes. ``preempted`` counts sequences
+that had to wait for room in the KV cache and were computed again; it should be 0.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ def floor_tokens_per_s(model: Any, case: Case, num_prompts: int, prompt_tokens: 
     thousands of tokens. Each step multiplies every sequence by every weight, or reads the weights once, whichever takes
     longer; then it reads the keys and values of all sequences. Those of a prompt that several samples share count once
     per step: every sample attends to them, but memory need deliver them only once if the other samples find them in the
-    second-level cache. Attention's arithmetic during decoding, its reading during prefill, activations, logits, sampling
-    and launches count as free.
+    second-level cache. Attention's arithmetic during decoding, its reading during prefill, activations, logits,
+    sampling and launches count as free.
     """
     spec = ModelSpec.of(model)
     num_weights = sum(each.numel() for each in model.parameters())
@@ -273,9 +274,8 @@ def main() -> None:
     # Texts matter only to stop strings, which are to be looked for in a real vocabulary where there is one.
     tokenizer = load_tokenizer("smollm2") if options.stop and options.shape == "smollm2" else build_tokenizer()
     engine = Engine(model, tokenizer, settings)
-    print(
-        f"{'shape':<13} {'case':>13} {'':<4} {'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10} tokens/s"
-    )
+    names = f"{'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10}"
+    print(f"{'shape':<13} {'case':>13} {'':<4} {names} tokens/s")
     results = []
     for case in options.cases:
         results.append(run_case(model, baseline, engine, case, options, ceilings, vllm))

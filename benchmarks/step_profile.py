@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import random
 import statistics
 import sys
 import threading
@@ -28,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -42,7 +40,6 @@ from shapes import build_model, default_device, default_dtype
 
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
-from headwater.core.records import Trajectory
 from headwater.learner import learner as learner_module
 from headwater.learner.build import LearnerSpec
 from headwater.models.builtin.tiny import build_tokenizer
@@ -53,27 +50,15 @@ from headwater.trainer.learner_setup import build_training
 from headwater.trainer.loop import Trainer
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import build_rollout
-from headwater.workflows import Episode, WorkflowContext
-from headwater.workflows.rlvr import rlvr
 
 CASES = ("short", "async", "grpo")
 SAMPLE_S = 0.002
+RANDOM_WEIGHTS = {
+    "rollout.workflow": f"{Path(__file__).with_name('end_to_end_headwater.py')}:FullLength",
+    "reward.function": f"{Path(__file__).with_name('end_to_end_job.py')}:compute_score",
+}
+"""They give no useful answer: all responses have their full length, and different rewards make every group count."""
 FILLER = "Think about the question, write down every step on a line of its own, check the result, then answer. "
-
-
-class FullLength:
-    """``rlvr`` that ignores the model's end token and always generates ``max_new_tokens``."""
-
-    def __init__(self, context: WorkflowContext) -> None:
-        self._context = replace(context, sampling=replace(context.sampling, ignore_end=True))
-
-    async def run(self, episode: Episode) -> Trajectory:
-        return await rlvr(Episode(self._context, episode.engine, episode.data))
-
-
-def compute_score(**_: Any) -> float:
-    """Random weights give no useful answer. Different rewards make every group count."""
-    return random.random()
 
 
 def settings_of(case: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -94,15 +79,13 @@ def settings_of(case: str, options: argparse.Namespace, folder: Path) -> dict[st
             "model.path": _model_folder(folder / "grpo", options.shape or "qwen2.5-1.5b", options.model),
             "data.train": str(rows),
             "data.max_prompt_tokens": 256,
-            "rollout.workflow": f"{__file__}:FullLength",
+            **RANDOM_WEIGHTS,
             "rollout.num_samples_per_prompt": 8,
             "rollout.max_new_tokens": max(4, 512 // options.scale),
-            "reward.function": f"{__file__}:compute_score",
             "trainer.num_prompts_per_step": max(2, 32 // options.scale),
         }
     is_real = bool(options.model)
     path = options.model if is_real else _model_folder(folder / "short", options.shape or "smollm2", "")
-    random_weights = {"rollout.workflow": f"{__file__}:FullLength", "reward.function": f"{__file__}:compute_score"}
     ahead = {"rollout.max_staleness": 4, "algorithm.old_logprobs": "recompute"}
     return {
         **shared,
@@ -118,7 +101,7 @@ def settings_of(case: str, options: argparse.Namespace, folder: Path) -> dict[st
         "learner.num_minibatches": 2,
         "learner.learning_rate": 1e-5,
         # Without it no answer is right, all rewards are equal, and nothing is trained.
-        **({"warm_start.num_steps": 60, "warm_start.learning_rate": 3e-5} if is_real else random_weights),
+        **({"warm_start.num_steps": 60, "warm_start.learning_rate": 3e-5} if is_real else RANDOM_WEIGHTS),
         **(ahead if case == "async" else {}),
     }
 

@@ -1,5 +1,5 @@
-"""A device that has run out of memory: at which stage, what holds the most, and which settings need less, with what each
-of them saves.
+"""A device that has run out of memory: at which stage, what holds the most, and which settings need less, with what
+each of them saves.
 
     with advised("load_learner", config, plan):     # an error about memory inside becomes one with advice
         ...
@@ -132,8 +132,8 @@ def memory_full(
     plan: MemoryPlan | None = None,
     known: Known | None = None,
 ) -> DeviceMemoryFull:
-    """``shapes`` are those of the policy's weights. The ``plan`` of the run, or what is ``known`` about its sizes, names
-    the largest holders of memory."""
+    """``shapes`` are those of the policy's weights. The ``plan`` of the run names the largest holders of memory, or
+    what is ``known`` about its sizes."""
     ways = plan.holders if plan is not None else known.ways(config) if known is not None else {}
     config = _as_planned(config, plan)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
@@ -319,7 +319,8 @@ def _of_generation(config: Config, num_weights: int, known: Known | None) -> Ite
     now = replace(config, engine=replace(engine, max_prefill_tokens=prefill))
     fewer = replace(config, engine=replace(engine, max_prefill_tokens=max(1, prefill // 2)))
     about = _about(known, now, fewer, lambda sizes: sizes.prefill)
-    yield f"engine.max_prefill_tokens={max(1, prefill // 2)} (now {prefill}): halves the memory of a prefill pass{about}"
+    lower = f"engine.max_prefill_tokens={max(1, prefill // 2)} (now {prefill})"
+    yield f"{lower}: halves the memory of a prefill pass{about}"
     if on_gpu and _can_take_turns(config):
         saved = (_WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
         yield (

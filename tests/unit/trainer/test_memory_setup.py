@@ -312,7 +312,7 @@ def test_memory_that_runs_out_before_the_first_step_is_told_with_settings(seven,
     assert text.startswith("out of memory while loading the engine (no room for the weights). ")
     assert "weights 14 GiB" in text
     assert "change one, then start again:\n  - engine.memory_fraction=0.2" in text
-    with pytest.raises(ModelError, match="^another$"), advised("load_engine", config):
+    with pytest.raises(ModelError, match=r"^another$"), advised("load_engine", config):
         raise ModelError("another")
 
 
