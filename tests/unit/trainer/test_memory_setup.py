@@ -135,9 +135,9 @@ def test_a_run_without_a_plan_is_refused_if_it_cannot_fit_as_it_is(seven):
     with pytest.raises(ConfigError) as error:
         check(CHECKPOINTED)
     text = str(error.value)
-    # 14.2 GiB of the engine's weights, 113.5 of the learner's with gradients and averages, and 40% of the rest.
-    assert "learner.residency = resident: training needs at least 15" in text
-    assert "139 GiB are free" in text
+    # 14.2 GiB of the engine's weights, 113.5 of the learner's with gradients and averages, and a cache of 35 GiB: 1,024
+    # sequences of 640 tokens, which is less than 40% of the rest.
+    assert "training needs at least 163 GiB of GPU memory, and 139 GiB are free: 24 GiB are missing" in text
     assert "optimizer 57 GiB" in text
     assert "learner.residency=[auto] (releases what is not needed; nothing is copied): needs 129 GiB" in text
     assert "learner.offload_optimizer=true: saves 57 GiB" in text
@@ -287,7 +287,7 @@ def test_without_a_plan_the_sizes_name_the_largest_holders_and_what_each_setting
 
     training = told("train")
     assert "7616 million weights" in training
-    assert "By their sizes, the largest holders are: optimizer 57 GiB, kv cache 40 GiB, activations" in training
+    assert re.search(r"By their sizes, the largest holders are: activations \d+ GiB, optimizer 57 GiB, kv ", training)
     for setting in ("learner.max_tokens_per_microbatch=8192", "learner.checkpoint_activations=true"):
         [line] = [each for each in training.splitlines() if setting in each]
         assert re.search(r"saves about [\d.]+ GiB by estimate$", line), line
