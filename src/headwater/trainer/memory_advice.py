@@ -49,6 +49,16 @@ _GENERATING = ("wait", "evaluate", "load_engine")
 _TRAINING = ("train", "warm_start", "load_learner", "resume")
 _FROM_START = ("load_engine", "load_learner", "resume")
 """Stages in which a run has done nothing yet that could be resumed."""
+_NOT_HELD = {
+    "load_engine": ("parameters", "gradients", "optimizer"),
+    "load_learner": ("gradients", "optimizer", "activations"),
+    "resume": ("gradients", "activations"),
+    "experience": ("gradients",),
+    "publish": ("activations",),
+    "checkpoint": ("activations",),
+    "offload": ("activations",),
+}
+"""Holders that a stage has not yet, or no more."""
 _NUM_HOLDERS = 5
 NEW_RUN = "in a new run"
 """Marks settings that a resume refuses to change, because the checkpoint depends on them."""
@@ -86,16 +96,23 @@ class Known:
             return None
         return cls(models, int(cache_gib * GIB), num_ranks)
 
-    def ways(self, config: Config) -> dict[str, Way]:
+    def ways(self, config: Config, stage: str) -> dict[str, Way]:
         """Every holder as the settings alone have it, without a plan."""
         config = replace(config, learner=replace(config.learner, residency=(RESIDENT,)))
         sizes = self._of_rank(self.models.sizes(config))
+        if stage == "experience":
+            sizes = replace(sizes, activations=self.forward_bytes(config, config.learner.forward_tokens))
         ways = {each.tag: each.ways[0] for each in holders_of(config, sizes, can_discard=False)}
         in_training = 0 if releases_cache(config, None) else self.cache_bytes
         ways[KV_CACHE] = Way(RESIDENT, self.cache_bytes, in_training)
         if config.rollout.is_separate:
             ways = {tag: way for tag, way in ways.items() if tag not in ("weights", KV_CACHE, "graphs")}
         return ways
+
+    def forward_bytes(self, config: Config, num_tokens: int) -> int:
+        """A pass of the policy without gradients."""
+        item = resolve_dtype(config.model.dtype, config.model.device).itemsize
+        return self.models.policy.forward_bytes(num_tokens, item)
 
     def saved(self, config: Config, other: Config, part: Callable[[RunSizes], int]) -> int:
         """Bytes of a part that another config saves."""
@@ -134,7 +151,7 @@ def memory_full(
 ) -> DeviceMemoryFull:
     """``shapes`` are those of the policy's weights. The ``plan`` of the run names the largest holders of memory, or
     what is ``known`` about its sizes."""
-    ways = plan.holders if plan is not None else known.ways(config) if known is not None else {}
+    ways = plan.holders if plan is not None else known.ways(config, stage) if known is not None else {}
     config = _as_planned(config, plan)
     num_weights = sum(math.prod(shape) for shape in shapes.values())
     vocabulary = _vocabulary(shapes)
@@ -162,7 +179,8 @@ def _as_planned(config: Config, plan: MemoryPlan | None) -> Config:
 
 def _largest(stage: str, ways: Mapping[str, Way], plan: MemoryPlan | None, known: Known | None) -> str:
     """A sentence about the holders of memory in the phase of a stage, the largest first."""
-    sizes = {tag: way.generate if stage in _GENERATING else way.train for tag, way in ways.items()}
+    held = {tag: way for tag, way in ways.items() if tag not in _NOT_HELD.get(stage, ())}
+    sizes = {tag: way.generate if stage in _GENERATING else way.train for tag, way in held.items()}
     named = [tag for tag in sorted(sizes, key=lambda tag: -sizes[tag])[:_NUM_HOLDERS] if sizes[tag]]
     if not named:
         return ""
@@ -170,7 +188,8 @@ def _largest(stage: str, ways: Mapping[str, Way], plan: MemoryPlan | None, known
     if plan is not None:
         return f"The plan of the run counts, of {show_bytes(plan.budget.device)} that were free at its start: {parts}. "
     where = f" on each of {known.num_ranks} ranks" if known is not None and known.num_ranks > 1 else ""
-    return f"By their sizes, the largest holders{where} are: {parts} (activations are an estimate). "
+    estimate = " (activations are an estimate)" if "activations" in named else ""
+    return f"By their sizes, the largest holders{where} are: {parts}{estimate}. "
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -184,7 +203,9 @@ def remedies(
     if stage == "experience":
         yield from _of_forward(config, vocabulary, known)
     if stage in (*_GENERATING, "offload"):
-        yield from _of_generation(config, num_weights, known)
+        yield from _of_generation(config, known)
+        if stage != "load_engine":  # there is no learner yet
+            yield from _of_turns(config, num_weights)
     if stage in _TRAINING:
         yield from _of_update(config, num_weights, vocabulary, known)
     if stage == "checkpoint":
@@ -297,16 +318,15 @@ def _of_forward(config: Config, vocabulary: int, known: Known | None) -> Iterato
         saved = (tokens - fewer) * vocabulary * _WEIGHT_BYTES
         about = ""
         if known is not None:
-            item = resolve_dtype(config.model.dtype, config.model.device).itemsize
-            size = known.models.policy.forward_bytes
-            about = f"; saves about {show_bytes(size(tokens, item) - size(fewer, item))} by estimate"
+            less = known.forward_bytes(config, tokens) - known.forward_bytes(config, fewer)
+            about = f"; saves about {show_bytes(less)} by estimate"
         yield (
             f"learner.max_tokens_per_forward_pass={fewer} (now {tokens}): a pass needs {100 * fewer / tokens:.0f}% of "
             f"its memory, and its logits up to {show_bytes(saved)} less{about}"
         )
 
 
-def _of_generation(config: Config, num_weights: int, known: Known | None) -> Iterator[str]:
+def _of_generation(config: Config, known: Known | None) -> Iterator[str]:
     engine = config.engine
     on_gpu = _uses_gpu(config, config.rollout.device if config.rollout.is_separate else "auto")
     half = f", which frees {_half_cache(known)}" if known is not None and known.cache_bytes else ""
@@ -314,14 +334,19 @@ def _of_generation(config: Config, num_weights: int, known: Known | None) -> Ite
     sequences = engine.max_sequences or (GPU_SEQUENCES if on_gpu else CPU_SEQUENCES)
     fewer = replace(config, engine=replace(engine, max_sequences=max(1, sequences // 2)))
     about = _about(known, config, fewer, lambda sizes: sizes.graphs + sizes.prefill)
-    yield f"engine.max_sequences={max(1, sequences // 2)} (now {sequences}): halves the memory of a decode step{about}"
+    if about or known is None:  # fewer sequences than that may be in flight
+        half = f"engine.max_sequences={max(1, sequences // 2)} (now {sequences})"
+        yield f"{half}: halves the memory of a decode step{about}"
     prefill = engine.max_prefill_tokens or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
     now = replace(config, engine=replace(engine, max_prefill_tokens=prefill))
     fewer = replace(config, engine=replace(engine, max_prefill_tokens=max(1, prefill // 2)))
     about = _about(known, now, fewer, lambda sizes: sizes.prefill)
     lower = f"engine.max_prefill_tokens={max(1, prefill // 2)} (now {prefill})"
     yield f"{lower}: halves the memory of a prefill pass{about}"
-    if on_gpu and _can_take_turns(config):
+
+
+def _of_turns(config: Config, num_weights: int) -> Iterator[str]:
+    if _uses_gpu(config) and _can_take_turns(config):
         saved = (_WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
         yield (
             f"learner.offload_during_rollout=true: moves the learner to main memory during generation, which frees "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -125,8 +125,11 @@ def check_fits(config: Config, models: Models, budget: Budget, *, can_discard: b
     try:
         make_plan(holders_of(config, certain, can_discard=False), tight, cache)
     except NoPlan as error:
-        advice = _advised_plan(config, models, budget, can_discard=can_discard)
-        raise ConfigError([_refusal(config, models, error, advice)]) from error
+        plan = _advised_plan(config, models, budget, can_discard=can_discard)
+        less = f"engine.kv_cache_gib={size / 2 / GIB:.3g}: saves {show_bytes(size / 2)}" if size else ""
+        # What reduces estimates alone would not help.
+        advice = [each for each in (plan, *savings(config, models, certain_only=True), less) if each]
+        raise ConfigError([_refusal(config, error, advice)]) from error
 
 
 def _least_unplanned(config: Config, models: Models, sizes: RunSizes, budget: Budget) -> int:
@@ -199,7 +202,9 @@ def _plan_of_certain(
     try:
         chosen = make_plan(holders, tight, cache, is_allowed=_leave_together, is_tight=True)
     except NoPlan as error:
-        raise ConfigError([_refusal(config, models, error)]) from error
+        if error.least.ways["optimizer"] == STREAMED:  # by the plan, or because the config says so
+            config = replace(config, learner=replace(config.learner, offload_optimizer=True))
+        raise ConfigError([_refusal(config, error, savings(config, models))]) from error
     estimated = {
         holder.tag: next(way for way in holder.ways if way.name == chosen.ways[holder.tag])
         for holder in holders_of(config, sizes, can_discard=can_discard)
@@ -332,14 +337,11 @@ def describe_plan(plan: MemoryPlan) -> str:
     )
 
 
-def _refusal(config: Config, models: Models, error: NoPlan, first: str = "") -> str:
-    """``first`` is a setting that is advised before all others."""
+def _refusal(config: Config, error: NoPlan, advice: Iterable[str]) -> str:
     least = error.least
     holders = sorted(least.holders.items(), key=lambda each: -max(each[1].generate, each[1].train))
     largest = ", ".join(f"{tag} {show_bytes(max(way.generate, way.train))}" for tag, way in holders[:4])
-    if least.ways["optimizer"] == STREAMED:  # by the plan, or because the config says so
-        config = replace(config, learner=replace(config.learner, offload_optimizer=True))
-    lines = "".join(f"\n  - {line}" for line in [*([first] if first else []), *savings(config, models)])
+    lines = "".join(f"\n  - {line}" for line in advice)
     if least.host > least.budget.host:
         usable = show_bytes(least.budget.host)
         what = f"copies in main memory need {show_bytes(least.host)}, and {usable} of it can be used"
@@ -354,13 +356,18 @@ def _refusal(config: Config, models: Models, error: NoPlan, first: str = "") -> 
     return f"learner.residency = {residency}: {what}. The largest parts are {largest}. These settings need less:{lines}"
 
 
-def savings(config: Config, models: Models) -> Iterator[str]:
-    """Settings that reduce the memory of a run, each with the bytes it saves at the peak of training."""
-    now = models.sizes(config)
+def savings(config: Config, models: Models, *, certain_only: bool = False) -> Iterator[str]:
+    """Settings that reduce the memory of a run, each with the bytes it saves at the peak of training.
+
+    With ``certain_only``, activations do not count, because they are an estimate.
+    """
+
+    def num_bytes(config: Config) -> int:
+        sizes = models.sizes(config)
+        return _trained_bytes(config, replace(sizes, activations=0) if certain_only else sizes)
+
     for text, change in _changes(config):
-        other = change(config)
-        then = models.sizes(other)
-        saved = _trained_bytes(config, now) - _trained_bytes(other, then)
+        saved = num_bytes(config) - num_bytes(change(config))
         if saved > 0:
             yield f"{text}: saves {show_bytes(saved)}"
 

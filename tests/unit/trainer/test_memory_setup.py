@@ -140,7 +140,9 @@ def test_a_run_without_a_plan_is_refused_if_it_cannot_fit_as_it_is(seven):
     assert "training needs at least 163 GiB of GPU memory, and 139 GiB are free: 24 GiB are missing" in text
     assert "optimizer 57 GiB" in text
     assert "learner.residency=[auto] (releases what is not needed; nothing is copied): needs 129 GiB" in text
-    assert "learner.offload_optimizer=true: saves 57 GiB" in text
+    assert "learner.offload_optimizer=true: saves 5" in text, "all but the buckets that pass through"
+    assert "engine.kv_cache_gib=17.5: saves 18 GiB" in text
+    assert "max_tokens_per_microbatch" not in text, "it reduces an estimate"
     for settings in (["learner.offload_optimizer=true"], ["engine.kv_cache_gib=8"], ["lora.rank=16"]):
         check(*settings)
     check("learner.offload_optimizer=true", "learner.offload_during_rollout=true", gpu=85)
@@ -295,8 +297,14 @@ def test_without_a_plan_the_sizes_name_the_largest_holders_and_what_each_setting
     generation = told("wait")
     assert "gradients" not in generation
     assert "halves the KV cache, which frees 20 GiB" in generation
-    assert re.search(r"engine.max_sequences=512 \(now 1024\).*", generation)
+    assert "engine.max_sequences" not in generation, "256 responses are generated at once"
+    small = load_config(None, [*SHAPE, "learner.residency=[resident]", "engine.max_sequences=64"]).config
+    assert re.search(r"engine.max_sequences=32 \(now 64\).*saves about \d+ MiB by estimate", told("wait", small))
     assert re.search(r"engine.max_prefill_tokens=.*saves about [\d.]+ [MG]iB by estimate", generation)
+    assert "activations" not in told("publish").partition("These settings")[0]
+    loading = told("load_engine").partition("These settings")[0]
+    assert "kv cache 40 GiB, weights 14 GiB" in loading
+    assert "optimizer" not in loading, "there is no learner yet"
     assert "optimizer 28 GiB" in told("train", known=Known(seven, num_ranks=2))
     assert "on each of 2 ranks" in told("train", known=Known(seven, num_ranks=2))
     away = load_config(None, [*SHAPE, "learner.residency=[resident]", "learner.offload_during_rollout=true"]).config
