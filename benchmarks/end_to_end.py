@@ -21,6 +21,7 @@ first.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -139,10 +140,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--trl-microbatch", type=int, metavar="SAMPLES", help="samples per pass of TRL")
     parser.add_argument("--vllm-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM (default 0.3)")
     options = parser.parse_args()
+    is_given = options.trl_microbatch is not None
     is_small = options.device == "cpu" or not torch.cuda.is_available()
     for name, value in asdict(_ON_CPU if is_small else _ON_GPU).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    if not is_given:
+        options.trl_microbatch = math.gcd(options.trl_microbatch, options.prompts * options.samples)
     if bad := [each for each in options.settings if "=" not in each]:
         parser.error(f"{' '.join(bad)}: must be KEY=VALUE")
     if options.prompts * options.samples % options.trl_microbatch:
