@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,9 +93,10 @@ class Result:
 
 
 def run_engine(
-    engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int, stops: tuple[str, ...] = ()
+    engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int, settings: Mapping[str, Any]
 ) -> float:
-    requests = make_requests(prompts, samples, case.new_tokens, run, stops)
+    """Seconds. ``settings`` are fields of ``SamplingParams``."""
+    requests = make_requests(prompts, samples, case.new_tokens, run, **settings)
     started = time.perf_counter()
     responses = engine.generate(requests)
     elapsed = time.perf_counter() - started
@@ -183,7 +185,7 @@ def run_case(
     ceilings: Ceilings,
     vllm: VllmRuns | None,
 ) -> Result:
-    samples, stops = options.samples, tuple(options.stop)
+    samples, settings = options.samples, _sampling(options)
     num_prompts, prompt_tokens = case.sequences // samples, case.prompt_tokens or options.prompt_tokens
     spec = ModelSpec.of(model)
     needed_gib = (num_prompts * prompt_tokens + case.num_tokens) * spec.kv_bytes_per_token / _GIB
@@ -193,13 +195,13 @@ def run_case(
         )
     warm = Case(case.sequences, min(case.new_tokens, 2 * engine.config.decode_steps + 1))
     others = make_prompts(num_prompts, prompt_tokens, engine.limits.vocab_size - 1)
-    run_engine(engine, others, warm, samples, 999, stops)
+    run_engine(engine, others, warm, samples, 999, settings)
     prompts = make_prompts(num_prompts, prompt_tokens, engine.limits.vocab_size)
     before = engine.metrics()
     times = []
     for run in range(options.runs):
         engine.set_version(run + 1)  # forgets the prefix cache: every run computes its prompts
-        times.append(run_engine(engine, prompts, case, samples, run, stops))
+        times.append(run_engine(engine, prompts, case, samples, run, settings))
     after = engine.metrics()
     prefilled = (after.num_tokens_prefilled - before.num_tokens_prefilled) // options.runs
     baseline_rate = baseline_tokens = ratio = None
@@ -219,6 +221,10 @@ def run_case(
         engine.config.kv_cache_gib, after.num_preempted - before.num_preempted, vllm_rate, baseline_rate,
         baseline_tokens, ratio, floor, rate / floor,
     )  # fmt: skip
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    return {"stop_strings": tuple(options.stop), "top_p": options.top_p, "top_k": options.top_k}
 
 
 def show(result: Result) -> None:
@@ -246,6 +252,8 @@ def main() -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="a stop string that is never generated (repeatable)"
     )
+    parser.add_argument("--top-p", type=float, default=1.0, help="of all rows (default 1: no filter)")
+    parser.add_argument("--top-k", type=int, default=0, help="of all rows (default 0: no filter)")
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
@@ -264,7 +272,8 @@ def main() -> None:
             )
             for case in options.cases
         ]
-        vllm = run_vllm(options.vllm_python, model, cases, options.runs)
+        filters = {"top_p": options.top_p, "top_k": options.top_k}
+        vllm = run_vllm(options.vllm_python, model, cases, options.runs, filters)
     settings = EngineConfig(
         max_sequences=most,
         decode_steps=options.decode_steps,
@@ -300,7 +309,7 @@ def _profile(engine: Engine, options: argparse.Namespace) -> None:
     prompts = make_prompts(case.sequences // options.samples, prompt_tokens, engine.limits.vocab_size)
     engine.set_version(77)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run_engine(engine, prompts, case, options.samples, 77, tuple(options.stop))
+        run_engine(engine, prompts, case, options.samples, 77, _sampling(options))
     table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
     Path(options.profile).write_text(table)
 
