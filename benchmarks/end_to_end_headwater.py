@@ -120,6 +120,7 @@ def main(job_file: Path, outcome_file: Path) -> None:
             if releases_cache(config, plan):
                 rollout.sleep_cache()
             training = build_training(LearnerSpec(built, job.model, job.model), rollout.tokenizer)
+            config = replace(training.config, engine=config.engine, learner=config.learner)
             run = RunDirectory.create(Path(config.run.root), config.run.name)
             Unsaved(config, rollout, replace(training, config=config), run, watch, plan=plan).fit()
         finally:
