@@ -29,12 +29,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from headwater.core.disk import show_bytes
 from headwater.core.errors import ModelError
 from headwater.models import folder as folder_checks
 from headwater.models.builtin import tiny_vision
 from headwater.models.builtin.chat_template import set_template
 from headwater.models.builtin.tiny import build_config, build_model, build_tokenizer, find_preset
-from headwater.models.device import resolve_device, resolve_dtype
+from headwater.models.device import free_bytes, resolve_device, resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.save import save_model
 from headwater.models.sharded_load import ShardReader, load_skeleton, matches, named_as_in
@@ -122,11 +123,14 @@ def load_model(path: str, *, dtype: str, device: str, seed: int, key: str = "mod
         model.config.dtype = number_type
     else:
         model = _load_pretrained(locate(source), number_type, key)
+    free = free_bytes(target)
     try:
         return model.to(target)
     except torch.OutOfMemoryError as error:
+        needed = sum(each.numel() * each.element_size() for each in model.parameters())
         raise ModelError(
-            f"{path}: {target} has not enough memory for its weights; free some memory, or use another device"
+            f"{path}: its weights need {show_bytes(needed)}, and {show_bytes(free)} are free on {target}; "
+            "free some memory, or use another device"
         ) from error
 
 

@@ -98,7 +98,7 @@ class Known:
 
     def ways(self, config: Config, stage: str) -> dict[str, Way]:
         """Every holder as the settings alone have it, without a plan."""
-        config = replace(config, learner=replace(config.learner, residency=(RESIDENT,)))
+        config = replace(config, learner=replace(config.learner, residency=("resident",)))
         sizes = self._of_rank(self.models.sizes(config))
         if stage == "experience":
             sizes = replace(sizes, activations=self.forward_bytes(config, config.learner.forward_tokens))

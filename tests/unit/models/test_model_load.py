@@ -47,6 +47,16 @@ def edit_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def test_weights_that_do_not_fit_are_told_with_both_sizes(monkeypatch):
+    def fail(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("headwater.models.load.free_bytes", lambda device: 3 * 2**20)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.to", fail)
+    with pytest.raises(ModelError, match=r"tiny:llama: its weights need 3\.\d MiB, and 3\.0 MiB are free on cpu"):
+        load_model("tiny:llama", dtype="float32", device="cpu", seed=0)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_saving_and_loading_keeps_logits_and_tokens(name: str, tmp_path: Path) -> None:
     model = load_model(f"tiny:{name}", dtype="float32", device="cpu", seed=7)
