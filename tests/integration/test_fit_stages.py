@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headwater.cli.export import adapter_base, model_card
 from headwater.config.load import load_config
 from headwater.core.errors import RunError
+from headwater.engine.kv_cache import KVCache
 from headwater.learner.learner import LocalLearner
 from headwater.learner.snapshot import Snapshot
 from headwater.models.builtin.smollm2 import smollm2_folder
@@ -254,11 +255,29 @@ def test_a_device_without_memory_is_told_with_settings_that_need_less(tmp_path, 
     assert "learner.max_tokens_per_microbatch=4096 (now 8192): activations shrink to 50%" in told
     for setting in ("learner.checkpoint_activations=true", "engine.memory_fraction=", "lora.rank=16, in a new run"):
         assert setting in told
+    assert "By their sizes, the largest holders are: " in told
+    assert "by estimate" in told
     monkeypatch.undo()
     monkeypatch.setattr(LocalLearner, "compute", lambda self, batch, what: fail(self, batch))
     told = fails(f"run.root={tmp_path}", *NO_EVAL, "algorithm.old_logprobs=recompute")
     assert "out of memory while computing log-probs and values" in told
     assert "learner.max_tokens_per_forward_pass=" in told
+
+
+def test_memory_that_runs_out_before_the_first_step_is_told_with_its_stage(tmp_path, monkeypatch):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(LocalLearner, "supervise", fail)
+    told = fails(f"run.root={tmp_path}", *NO_EVAL, "warm_start.num_steps=1")
+    assert "out of memory while training on supervised examples" in told
+    assert "learner.checkpoint_activations=true" in told
+    monkeypatch.undo()
+    monkeypatch.setattr(KVCache, "_allocate", fail)
+    told = fails(f"run.root={tmp_path}/loading", *NO_EVAL)
+    assert "out of memory while loading the engine" in told
+    assert "change one, then start again:" in told
+    assert not (tmp_path / "loading").exists(), "nothing was done"
 
 
 def test_a_checkpoint_that_fails_in_the_background_ends_the_run_and_leaves_the_one_before(tmp_path, monkeypatch):
