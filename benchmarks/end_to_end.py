@@ -236,8 +236,10 @@ def _missing(python: str, side: str, device: torch.device) -> str:
     code = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])"
     found = subprocess.run([python, "-c", code, *_NEEDS[side]], capture_output=True, text=True, check=False)
     if found.returncode:
-        return f"{python} cannot run: {found.stderr.strip()[-300:]}"
-    return f"{' and '.join(names)} not installed for {python}" if (names := found.stdout.split()) else ""
+        return f"its Python cannot run: {found.stderr.strip()[-300:]}"
+    names = found.stdout.split()
+    # Without the path of the interpreter: the record is published.
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed" if names else ""
 
 
 def _run(python: str, side: str, job: Job, folder: Path, device: torch.device) -> dict[str, Any]:
