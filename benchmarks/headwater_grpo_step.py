@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import headwater
 from headwater.config.load import load_config
 from headwater.config.schema import Config
-from headwater.core.records import Trajectory
+from headwater.core.trajectory import Trajectory
 from headwater.learner.build import LearnerSpec
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory

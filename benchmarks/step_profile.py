@@ -42,7 +42,7 @@ from shapes import build_model, default_device, default_dtype
 
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
-from headwater.core.records import Trajectory
+from headwater.core.trajectory import Trajectory
 from headwater.learner import learner as learner_module
 from headwater.learner.build import LearnerSpec
 from headwater.models.builtin.tiny import build_tokenizer

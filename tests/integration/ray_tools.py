@@ -73,7 +73,7 @@ def fail(how: str) -> str:
 
 
 async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
-    from headwater.core.records import Prompt
+    from headwater.core.prompt import Prompt
     from headwater.core.tool_calls import ToolCall
     from headwater.models.load import load_tokenizer
     from headwater.tools.toolbox import Toolbox

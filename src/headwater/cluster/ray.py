@@ -46,7 +46,7 @@ from headwater.cluster.ray_servers import RayChild, ServerSlot
 from headwater.cluster.ray_workers import RayRewardPool, RayTools
 
 if TYPE_CHECKING:
-    from headwater.core.protocols import Learner
+    from headwater.core.learner import Learner
     from headwater.learner.build import LearnerSpec
 
 logger = logging.getLogger(__name__)

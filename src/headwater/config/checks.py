@@ -18,8 +18,8 @@ from headwater.config.paths import is_file, is_whole, with_absolute_paths
 from headwater.config.schema import Config
 from headwater.config.traits import WorkflowTraits
 from headwater.config.tree import DEFAULT, show
-from headwater.core.records import wrong_stop
 from headwater.core.registry import is_path
+from headwater.core.sampling import wrong_stop
 
 Layers = Mapping[str, int]
 """The layer that decided each given key; a key that is missing has its default."""

@@ -18,8 +18,8 @@ from headwater.chat.render import (
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, MediaProcessor
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import Prompt
+from headwater.core.prompt import Prompt
+from headwater.core.tokenizer import Tokenizer
 from headwater.data.media import (
     PROCESSOR_ERRORS,
     MediaCache,

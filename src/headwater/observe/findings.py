@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headwater.core.disk import mount_of, show_bytes
-from headwater.core.records import DropKind
+from headwater.core.drops import DropKind
 from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence, Life, show_duration
 from headwater.observe.status_file import Drops, RunningGroup

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from headwater.backends.router.policy import Policy
 from headwater.backends.router.roster import RouterOptions
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 from headwater.planner.costs import GenerationCosts
 
 

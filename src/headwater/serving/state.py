@@ -11,10 +11,12 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from headwater.chat.parsers import ToolCallParser, make_parser
+from headwater.core.capabilities import MemoryTag, UpdateMode
+from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
 from headwater.core.media import MediaProcessor
-from headwater.core.protocols import InferenceEngine, MemoryTag, Tokenizer, UpdateMode
-from headwater.core.records import ModelRequest
+from headwater.core.request import ModelRequest
+from headwater.core.tokenizer import Tokenizer
 from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
 from headwater.serving.fields import read_object, write_json

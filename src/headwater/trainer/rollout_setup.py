@@ -15,10 +15,15 @@ from headwater.config.declared import read_declared
 from headwater.config.keys import value_at
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.traits import AdvantageTraits
+from headwater.core.capabilities import Capabilities, MemoryTag
+from headwater.core.drops import DropKind
+from headwater.core.engine import EngineLimits, InferenceEngine
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, EngineLimits, InferenceEngine, MemoryTag, RewardManager
-from headwater.core.records import DropKind, Prompt, SamplingParams, Trajectory
+from headwater.core.prompt import Prompt
 from headwater.core.registry import blaming, is_path
+from headwater.core.sampling import SamplingParams
+from headwater.core.score import RewardManager
+from headwater.core.trajectory import Trajectory
 from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
 from headwater.data.media import MediaSettings
 from headwater.data.prompt_builder import ToolsOfRow

@@ -37,9 +37,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import ConfigError, WeightsError
 from headwater.core.processes import process_start
-from headwater.core.protocols import Bucket, UpdateMode, WeightFile, WeightUpdate
+from headwater.core.weights import Bucket, WeightFile, WeightUpdate
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
 from headwater.weights.memory import in_buckets, no_weights, not_finite
 

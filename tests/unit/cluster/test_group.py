@@ -19,7 +19,7 @@ from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import LearnerStatus, RankStatus
+from headwater.core.learner import LearnerStatus, RankStatus
 
 
 class Rank:

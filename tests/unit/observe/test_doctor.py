@@ -13,8 +13,8 @@ import pytest
 
 import headwater
 from headwater.cli.doctor import _sections
+from headwater.core.drops import DropKind
 from headwater.core.processes import process_start
-from headwater.core.records import DropKind
 from headwater.observe.doctor import examine
 from headwater.observe.evidence import gather, life_of, show_duration
 from headwater.observe.findings import DROP_REMEDIES, REWARD_REMEDIES, WAIT_REMEDIES

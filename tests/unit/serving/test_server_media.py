@@ -30,10 +30,11 @@ from headwater.backends.sglang.engine import SglangEngine
 from headwater.chat.render import render_chat
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
+from headwater.core.engine import EngineLimits
 from headwater.core.errors import DataError, RequestError
 from headwater.core.media import MediaContent
-from headwater.core.protocols import EngineLimits
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.data.media import size_in_memory
 from headwater.engine.engine import Engine
 from headwater.models.device import with_dtype

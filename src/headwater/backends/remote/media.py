@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from headwater.core.errors import RequestError
 from headwater.core.media import PlacedMedia, image_type
-from headwater.core.records import ModelRequest
+from headwater.core.request import ModelRequest
 from headwater.models.vision.placeholders import collapse
 from headwater.models.vision.processor import VisionProcessor
 from headwater.serving.native.media import ReceivedMedia

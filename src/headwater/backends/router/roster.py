@@ -16,9 +16,10 @@ from typing import Literal
 from headwater.backends.router.member import Member, RoutedServer, check_alike, common_capabilities
 from headwater.backends.router.policy import MAX_SESSIONS, Policy
 from headwater.backends.router.work import Work
+from headwater.core.capabilities import Capabilities
+from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, WaitTimeout
-from headwater.core.protocols import Capabilities, InferenceEngine
-from headwater.core.records import ModelRequest
+from headwater.core.request import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
 
 logger = logging.getLogger(__name__)

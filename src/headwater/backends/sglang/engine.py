@@ -24,9 +24,10 @@ from headwater.backends.remote.session import RemoteSession
 from headwater.backends.sglang.http import SglangLink
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
+from headwater.core.capabilities import Capabilities, UpdateMode
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, UpdateMode, WeightUpdate
-from headwater.core.records import SamplingParams
+from headwater.core.sampling import SamplingParams
+from headwater.core.weights import WeightUpdate
 from headwater.models.device import DTYPES
 
 _SHARED_FRACTION = 0.4

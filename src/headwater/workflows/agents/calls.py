@@ -21,7 +21,7 @@ from headwater.chat.messages import read_messages
 from headwater.chat.render import RESERVED_ARGUMENTS
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.core.records import Grammar, SamplingParams
+from headwater.core.sampling import Grammar, SamplingParams
 from headwater.data.media import MediaSettings
 from headwater.data.message_media import has_media, load_message_media
 from headwater.serving.errors import ApiError, wrong
