@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
-from headwater.backends.router.roster import RouterOptions
 from headwater.core.request import ModelRequest
 from headwater.core.response import ModelResponse
 from headwater.planner.costs import GenerationCosts

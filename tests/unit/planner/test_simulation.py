@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headwater.backends.router.roster import RouterOptions
+from headwater.backends.router.options import RouterOptions
 from headwater.core.errors import WaitTimeout
 from headwater.core.request import ModelRequest
 from headwater.core.sampling import SamplingParams

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from headwater.core.errors import TransferLost, WeightsError
 from headwater.core.weights import WeightUpdate
 from headwater.weights import ControlCall, file
-from headwater.weights.file import FileTransport, FileWeights, open_weights, remove_leftovers
+from headwater.weights.file import FileTransport, FileWeights, remove_leftovers
 from headwater.weights.memory import in_buckets
+from headwater.weights.safetensors_files import open_weights
 
 INDEX = "model.safetensors.index.json"
 

@@ -23,8 +23,9 @@ from headwater.backends.router.member import (
     common_limits,
     common_metrics,
 )
+from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.requests import answer, stream
-from headwater.backends.router.roster import Roster, RouterOptions
+from headwater.backends.router.roster import Roster
 from headwater.backends.router.updates import send_in_turn, send_to_all
 from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
 from headwater.core.engine import EngineLimits, InferenceEngine

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from headwater.backends.router.member import Member
-from headwater.backends.router.roster import RouterOptions
+from headwater.backends.router.options import RouterOptions
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, TransferLost, WeightsError
 from headwater.core.parcels import DirectSend
