@@ -183,7 +183,7 @@ class Pictures:
         if isinstance(value, MediaContent):
             return value
         if is_picture(value):
-            return self._contents.get(_key(value), lambda: load_image(value, where, None, settings))
+            return self._contents.get_or_load(_key(value), lambda: load_image(value, where, None, settings))
         return load_image(_with_scheme(value), where, None, settings)
 
     def _video(self, value: Any, where: str, settings: Any) -> MediaContent:
@@ -191,7 +191,9 @@ class Pictures:
             return value
         if isinstance(value, (list, tuple)) and value and all(map(is_picture, value)):
             frames = value
-            return self._contents.get(tuple(map(_key, frames)), lambda: load_video(frames, where, None, settings))
+            return self._contents.get_or_load(
+                tuple(map(_key, frames)), lambda: load_video(frames, where, None, settings)
+            )
         return load_video(value, where, None, settings)
 
 
