@@ -221,7 +221,7 @@ def test_a_client_sends_each_image_once_and_again_if_the_server_has_forgotten_it
             assert client.capabilities.media
             assert router.capabilities.media
             assert run(answers(client, *asked)) == expected
-            app[STATE].media._kept.clear()
+            app[STATE].media.clear()
             assert run(answers(router, *asked)) == expected
             rest = replace(asked[0], given_tokens=expected[0][:2])
             assert run(answers(router, rest)) == [expected[0][2:]]
