@@ -28,8 +28,9 @@ from scheduler_overhead import EVENTS_PER_EPISODE, EVENTS_PER_GROUP, HoldingEngi
 from simulated_server import SimulatedServer
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
-from headwater.core.protocols import EpisodeEngine
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.engine import EpisodeEngine
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 
 SAMPLES, MAX_STALENESS = 4, 1
 

@@ -19,7 +19,7 @@ from options import parser_of
 from record import write_record
 from torch import Tensor
 
-from headwater.core.records import SamplingParams
+from headwater.core.sampling import SamplingParams
 from headwater.engine.sampler import SamplingBatch, put_rows, sample, sample_cut, sample_uncut
 
 FILTERS = {"top_k": {"top_k": 50}, "top_p": {"top_p": 0.95}}

@@ -30,8 +30,13 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
-from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, Prompt, SamplingParams, Trajectory
+from headwater.core.engine import EpisodeEngine
+from headwater.core.episode import EpisodeInput
+from headwater.core.prompt import Prompt
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.trajectory import NOT_SAMPLED, Trajectory
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw
 from headwater.rollout.group_runner import GroupRunner

@@ -23,7 +23,8 @@ from options import add_work, parser_of
 from record import write_record
 
 from headwater.config.rollout_schema import RewardConfig
-from headwater.core.records import Answer, Prompt
+from headwater.core.prompt import Prompt
+from headwater.core.score import Answer
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 

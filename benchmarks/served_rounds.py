@@ -39,7 +39,8 @@ from headwater.backends.native import server
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.schema import EngineConfig
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.engine.engine import Engine
 from headwater.engine.loop import EngineLoop
 from headwater.engine.runners.plain import Output

@@ -16,7 +16,8 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.stops import StopTables, cut_at_stop

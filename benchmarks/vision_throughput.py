@@ -34,7 +34,8 @@ from vllm_side import run_process
 from headwater.config.schema import EngineConfig
 from headwater.core.media import Media, MediaContent
 from headwater.core.randomness import derive_key
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model, load_processor, load_tokenizer
 from headwater.models.vision import VisionProcessor, VisionTower

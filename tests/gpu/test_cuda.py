@@ -12,8 +12,11 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.backends.hf import HfEngine
 from headwater.cli.main import main
 from headwater.config.schema import LearnerConfig
-from headwater.core.protocols import WeightUpdate
-from headwater.core.records import NOT_SAMPLED, ModelRequest, ModelResponse, SamplingParams, Trajectory
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.weights import WeightUpdate
 from headwater.engine.sampler import SamplingBatch, sample, uniforms
 from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights

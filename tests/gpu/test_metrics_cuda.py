@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from trainer.experience_parts import batch, training
 
-from headwater.core.protocols import ProfileOrder
+from headwater.core.learner import ProfileOrder
 from headwater.models.flops import peak_flops
 from headwater.trainer.metrics import StageMemory
 

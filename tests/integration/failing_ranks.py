@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from headwater.cluster import torchrun, turns
 from headwater.core.errors import DataError, HeadwaterError
-from headwater.core.protocols import LearnerStatus
+from headwater.core.learner import LearnerStatus
 
 TIMEOUT_S = 60.0
 """Of a call. A case whose ranks wait for each other fails with the message of this limit."""

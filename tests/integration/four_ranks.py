@@ -24,8 +24,8 @@ from integration.two_ranks import COMMON, RECIPE, Case, experience
 
 from headwater.cluster.torchrun import join
 from headwater.config.load import load_config
+from headwater.core.learner import Learner
 from headwater.core.parcels import Parcel, SendOrder
-from headwater.core.protocols import Learner
 from headwater.learner import learner as learner_module
 from headwater.learner import sharded_checkpoint
 from headwater.learner.build import LearnerSpec, build_learner

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from varied_reward import compute_score as varied
 
-from headwater.core.records import Trajectory
+from headwater.core.trajectory import Trajectory
 
 
 async def until_step(run: str, step: int) -> None:

@@ -72,14 +72,23 @@ def fail(how: str) -> str:
     raise LookupError(f"no {how}")
 
 
+def draw() -> Any:
+    """Draws a large picture."""
+    from PIL import Image
+
+    return Image.new("RGB", (112, 112), "blue")
+
+
 async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
-    from headwater.core.records import Prompt
+    from headwater.core.prompt import Prompt
     from headwater.core.tool_calls import ToolCall
+    from headwater.data.media import MediaSettings
     from headwater.models.load import load_tokenizer
     from headwater.tools.toolbox import Toolbox
 
     tokenizer = load_tokenizer("tiny:qwen3")
-    toolbox = await asyncio.to_thread(Toolbox.from_config, config.tools, config.sandbox, tokenizer, tools)
+    media = MediaSettings.of(config.data)
+    toolbox = await asyncio.to_thread(Toolbox.from_config, config.tools, config.sandbox, tokenizer, tools, media)
     assert toolbox is not None
     results: dict[str, Any] = {"names": toolbox.names}
 
@@ -102,6 +111,8 @@ async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
             results[how] = await call(session, "fail", how=how)
             results[f"{how} took"] = time.monotonic() - began
         results["python"] = await call(session, "python", code="print(6 * 7)")
+        (drawn,) = (await session.call(ToolCall("1", "draw", {}))).media
+        results["drawn"] = drawn.images()[0].size
     try:
         toolbox.check_row(replace(prompt(1), tools_kwargs={"count": {"create_kwargs": {"begin": 1}}}))
     except DataError as error:
@@ -127,11 +138,12 @@ def main(folder: Path) -> None:
     from headwater.config.load import load_config
 
     here = Path(__file__)
-    uses = f"tools.use=[{here}:Counter, {here}:fail, python]"
+    uses = f"tools.use=[{here}:Counter, {here}:fail, {here}:draw, python]"
     settings = [
         "cluster=ray", "cluster.object_store_mib=100", "cluster.learner.cpus_per_rank=0.25",
         "cluster.rollout.cpus_per_server=0.25", "cluster.tools.num_actors=2", "cluster.tools.cpus_per_actor=0.25",
         "rollout.workflow=tool_agent", uses, "tools.timeout_s=5", "tools.parser=hermes",
+        "data.max_image_pixels=3136",
     ]  # fmt: skip
     settings.append(f"tools.args={json.dumps({f'{here}:Counter': {'folder': str(folder)}})}")
     config = load_config("quickstart", settings).config

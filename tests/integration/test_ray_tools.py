@@ -23,7 +23,7 @@ def test_tools_in_actors_behave_like_those_of_the_process(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["names"] == ["count", "fail", "python"]
+    assert results["names"] == ["count", "fail", "draw", "python"]
     homes = []
     for number, (first, second, rewards) in enumerate(results["episodes"]):
         (value, pid), (next_value, next_pid) = (each["text"].split(" in ") for each in (first, second))
@@ -43,6 +43,7 @@ def test_tools_in_actors_behave_like_those_of_the_process(tmp_path):
     }
     assert results["slow took"] < 30, "the function in the actor is interrupted"
     assert results["python"]["text"].strip() == "42", results["python"]
+    assert results["drawn"] == [56, 56], "data.max_image_pixels holds in actors, too"
     assert "create of tool count does not take begin" in results["row"]
     died, lost = results["after death"]
     assert (died["failure"], lost["failure"]) == ("unavailable", "unavailable")

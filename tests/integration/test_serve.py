@@ -30,7 +30,8 @@ from command import ROOT, headwater
 from safetensors.torch import load_file, save_file
 
 from headwater.config.schema import RewardConfig
-from headwater.core import records
+from headwater.core.score import Answer as Reply
+from headwater.core.score import Score
 from headwater.models.load import load_model, load_tokenizer
 from headwater.models.save import save_model
 from headwater.observe.spans import Spans
@@ -177,13 +178,13 @@ def test_it_judges_responses(server, monkeypatch):
     }  # fmt: skip
 
     async def judge(manager: NaiveRewardManager) -> list[Any]:
-        answers = [records.Answer(tiny.prompt(uid=f"row{number}"), f"{number}+1") for number in range(4)]
+        answers = [Reply(tiny.prompt(uid=f"row{number}"), f"{number}+1") for number in range(4)]
         return await asyncio.gather(*(manager.score(each) for each in answers), return_exceptions=True)
 
     config = RewardConfig(function="llm_judge", function_args={**common, "score_key": "score", "extra_body": guided})
     with closing(NaiveRewardManager(config, Spans())) as manager:
         scores = asyncio.run(judge(manager))
-    assert {type(score) for score in scores} == {records.Score}, scores
+    assert {type(score) for score in scores} == {Score}, scores
     assert all(0 <= score.value <= 1 and score.info["judge_prompt_tokens"] > 0 for score in scores)
     assert all(score.info["judge_cost"] == score.info["judge_completion_tokens"] > 0 for score in scores)
 

@@ -23,8 +23,10 @@ from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import RequestError, RolloutFailed, WeightsError, WeightsIncomplete
-from headwater.core.protocols import WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.weights import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum, dtype_of_checksum
 from headwater.models.load import load_model, load_tokenizer

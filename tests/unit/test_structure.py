@@ -40,7 +40,7 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: write imports in full"
             found.add(node.module or "")
-            # `from headwater.core import records` imports a module too.
+            # `from headwater.core import waits` imports a module too.
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
     return found
 

@@ -12,7 +12,9 @@ from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.core.media import Media
 from headwater.core.randomness import derive_key
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams, StopReason
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse, StopReason
+from headwater.core.sampling import SamplingParams
 from headwater.core.waits import wait_for_future
 from headwater.models.source import check_model
 from headwater.observe.run_directory import RunDirectory

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
-import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.cluster import keep_ray_local, launched_rank, num_launched
+from headwater.api.site import open_site
+from headwater.cluster import launched_rank, num_launched
 from headwater.core.errors import HeadwaterError, RankFailed, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
-    from headwater.learner.build import LearnerBuilder
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.callbacks import Callback
-    from headwater.trainer.rollout_setup import RemoteParts
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +222,7 @@ def _fit(
     resuming = run is not None
     attempts.run, attempts.max_restarts = run, config.cluster.max_restarts
     with ExitStack() as lock, ExitStack() as stack:
-        site = stack.enter_context(_site(config, is_restart=attempts.num_restarts > 0))
+        site = stack.enter_context(open_site(config, is_restart=attempts.num_restarts > 0))
         config = site.config
         model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
@@ -305,107 +303,6 @@ def _fit(
             display.say(how_to_resume(run, None if _lacks_evaluation(run, total_steps, config) else total_steps))
             return Ended(run, is_finished=False)
     return Ended(run, is_finished=finished)
-
-
-@dataclass(frozen=True)
-class _Site:
-    """Where the learner and the servers of a run are."""
-
-    config: Config
-    """With the number type that the learner's device has."""
-    device: str
-    """cuda or cpu: the kind of device that the learner uses."""
-    make_learner: LearnerBuilder | None = None
-    """Builds the learner over several ranks; None builds it in this process."""
-    remote: Callable[[], RemoteParts | None] = lambda: None
-    """What of the rollouts runs in a cluster."""
-    log_to: Callable[[Path], None] = lambda folder: None
-    """Send the output of other processes to files in a folder."""
-    is_here: bool = True
-    """Whether the learner uses the devices of this machine."""
-
-
-@contextmanager
-def _site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
-    """The processes of a run, which end with this block."""
-    if config.cluster.kind == "ray":
-        with _ray_site(config, is_restart=is_restart) as site:
-            yield site
-        return
-    import torch
-
-    from headwater.models.device import with_dtype
-
-    local = _Site(with_dtype(config), "cuda" if torch.cuda.is_available() else "cpu")
-    with launched_learner(config) as make_learner:
-        yield replace(local, make_learner=make_learner)
-
-
-@contextmanager
-def launched_learner(config: Config) -> Iterator[LearnerBuilder | None]:
-    """What builds the learner over the ranks of torchrun, which end with this block; None in a single process."""
-    if num_launched() == 1 and config.learner.context_parallel == 1:
-        yield None
-        return
-    from headwater.cluster.torchrun import check_ranks, join
-    from headwater.learner.build import build_learner
-
-    check_ranks(config, num_launched())
-    # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(join()) as group, rank_failures_named(lambda: group.failure, is_last=True):
-        timeout_s = config.learner.rank_timeout_s
-        yield lambda spec: group.build(build_learner, spec, timeout_s=timeout_s)
-
-
-@contextmanager
-def _ray_site(config: Config, *, is_restart: bool) -> Iterator[_Site]:
-    if num_launched() > 1:
-        raise HeadwaterError(
-            "cluster.kind = ray: Ray starts the ranks itself (cluster.learner.num_ranks); start the run without "
-            "torchrun"
-        )
-    keep_ray_local()
-    from headwater.cluster.ray import RayCluster
-    from headwater.config.paths import with_absolute_paths
-    from headwater.trainer.rollout_setup import RemoteParts
-
-    joined = RayCluster.join(config, is_restart=is_restart)
-    with closing(joined) as cluster, rank_failures_named(lambda: cluster.failure):
-        yield _Site(
-            with_absolute_paths(cluster.with_dtype(config)),  # actors have other working directories
-            "cuda" if cluster.has_gpus else "cpu",
-            cluster.build,
-            lambda: RemoteParts(cluster.places(), cluster.reward_pool(), cluster.weight_transfer(), cluster.tools()),
-            cluster.log_to,
-            is_here=False,
-        )
-
-
-@contextmanager
-def rank_failures_named(failure: Callable[[], str], *, is_last: bool = False) -> Iterator[None]:
-    """An interrupt may mean that a rank has ended; then that is the error.
-
-    ``is_last`` says that the process ends with that error. The launcher and the watch of ranks both interrupt this
-    process, so a second signal may arrive while the error is on its way to the user; it is then ignored.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, RankFailed) as error:
-        handlers = _ignore_interrupts() if is_last else {}
-        text = failure()
-        if not text:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            raise
-        if isinstance(error, RankFailed):
-            raise
-        raise RankFailed(text) from None
-
-
-def _ignore_interrupts() -> dict[signal.Signals, Any]:
-    """The handlers that were replaced."""
-    return {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
 
 
 def _announce(run: RunDirectory, config: Config, display: Display) -> None:

@@ -1,4 +1,4 @@
-"""Inference engines behind one interface (see ``core.protocols.InferenceEngine``).
+"""Inference engines behind one interface (see ``core.engine.InferenceEngine``).
 
 ``embedded`` and ``hf`` run in this process. ``native`` talks to a ``headwater serve`` of any backend, which ``launch``
 starts and keeps alive. ``fleet.make_fleet`` makes the engine of a run, a router if
@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from headwater.config.schema import Config, Dtype, EngineConfig
+from headwater.core.capabilities import Capabilities
+from headwater.core.engine import InferenceEngine
 from headwater.core.errors import ConfigError, ModelError
-from headwater.core.protocols import Capabilities, InferenceEngine, Tokenizer
 from headwater.core.registry import Registry
+from headwater.core.tokenizer import Tokenizer
 from headwater.models.device import resolve_device
 from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans

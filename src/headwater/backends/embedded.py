@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths, engine_settings
-from headwater.core.protocols import Capabilities
+from headwater.core.capabilities import Capabilities
 from headwater.engine.engine import FEATURES, Engine
 from headwater.models.load import load_model, load_processor
 

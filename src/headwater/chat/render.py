@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from headwater.core.errors import HeadwaterError
-from headwater.core.protocols import Tokenizer
+from headwater.core.tokenizer import Tokenizer
 
 RESERVED_ARGUMENTS = ("tokenize", "return_dict", "return_tensors", "conversation", "chat_template")
 """Arguments of ``apply_chat_template`` that the renderer sets itself or that no template receives."""

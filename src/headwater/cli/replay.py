@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.api import launch
+from headwater.api.site import launched_learner
 from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.cluster import num_launched
 from headwater.core.errors import HeadwaterError, RunError
@@ -153,7 +154,7 @@ def _replay(config: Config, schedule: RecordedSchedule, path: Path) -> int:
     config = with_dtype(config)
     display = Display()
     with (
-        launch.launched_learner(config) as make_learner,
+        launched_learner(config) as make_learner,
         closing(build_rollout(config, config.model.path, schedule)) as rollout,
     ):
         spec = LearnerSpec(config, config.model.path, config.model.path)

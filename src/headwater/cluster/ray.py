@@ -30,6 +30,7 @@ from headwater.config.schema import Config, WeightTransfer
 from headwater.config.server_checks import backend_traits
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
 from headwater.core.waits import wait_until
+from headwater.data.media import MediaSettings
 
 try:
     import ray
@@ -46,7 +47,7 @@ from headwater.cluster.ray_servers import RayChild, ServerSlot
 from headwater.cluster.ray_workers import RayRewardPool, RayTools
 
 if TYPE_CHECKING:
-    from headwater.core.protocols import Learner
+    from headwater.core.learner import Learner
     from headwater.learner.build import LearnerSpec
 
 logger = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ class RayCluster:
         if not self._config.cluster.tools.num_actors:
             return None
         config = with_absolute_paths(self._config)
-        pool = RayTools.start(self._placed("tools"), config.tools, config.sandbox)
+        pool = RayTools.start(self._placed("tools"), config.tools, config.sandbox, MediaSettings.of(config.data))
         self._pools.append(pool)
         return pool
 

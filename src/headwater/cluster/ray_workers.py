@@ -6,7 +6,7 @@
 Each reward actor runs scoring functions in worker processes on its node. It has no state, so Ray restarts one that
 has ended, on any node, and repeats its calls once.
 
-    tools = RayTools.start(options, config.tools, config.sandbox)
+    tools = RayTools.start(options, config.tools, config.sandbox, MediaSettings.of(config.data))
     toolbox = Toolbox.from_config(config.tools, config.sandbox, tokenizer, tools)     # instead of a ``ToolMaker``
 
 Each tool actor has its own copy of all tools of a run, and holds the state of some episodes. All calls of an episode go
@@ -33,6 +33,7 @@ from ray.exceptions import RayError
 from headwater.cluster.ray_actor import ActorPool, AsyncActor, SentError, death_of
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import HeadwaterError
+from headwater.data.media import MediaSettings
 from headwater.rewards.functions import Failure, RemoteFunction, Scorable
 from headwater.rewards.pool import WorkerPool
 from headwater.rewards.worker_process import Reply
@@ -40,7 +41,7 @@ from headwater.tools.base import BaseTool, ToolError, ToolUnavailable
 from headwater.tools.config import ToolEntry
 from headwater.tools.loaded import MadeTool
 from headwater.tools.making import ToolMaker
-from headwater.tools.results import BadResult, read_result
+from headwater.tools.results import BadResult, read_result_apart
 from headwater.tools.running import call_method
 from headwater.tools.schema import ToolSchema
 from headwater.tools.session import id_of
@@ -152,8 +153,9 @@ class ToolReply:
 class ToolActor(AsyncActor):
     """The actor. Its methods are coroutines on one event loop, on which the tools run as well."""
 
-    def __init__(self, name: str, config: ToolsConfig, sandbox: SandboxConfig) -> None:
+    def __init__(self, name: str, config: ToolsConfig, sandbox: SandboxConfig, media: MediaSettings) -> None:
         super().__init__(name)
+        self._media = media
         self._maker = ToolMaker(config, sandbox)
         self._life = secrets.token_hex(8)
         self._tools: list[MadeTool] | None = None
@@ -184,7 +186,7 @@ class ToolActor(AsyncActor):
             await asyncio.wait({task})
         finally:
             del self._running[order.id]
-        return replace(_answer(task, order), life=self._life)
+        return replace(await _answer(task, order, self._media), life=self._life)
 
     async def cancel(self, number: int) -> None:
         if number in self._running:
@@ -200,16 +202,16 @@ class ToolActor(AsyncActor):
             return self._tools
 
 
-def _answer(task: asyncio.Task[Any], order: Order) -> ToolReply:
+async def _answer(task: asyncio.Task[Any], order: Order, media: MediaSettings) -> ToolReply:
+    if task.cancelled():
+        return ToolReply(is_cancelled=True)
     try:
         value = task.result()
         if order.method == "execute":
-            value = read_result(value)
+            value = await read_result_apart(value, media)
         elif order.method == "create":
             value = id_of(value, order.instance_id)
         return ToolReply(value)
-    except asyncio.CancelledError:
-        return ToolReply(is_cancelled=True)
     except HeadwaterError as error:
         return ToolReply(error=SentError.of(error))
     except Exception as error:  # noqa: BLE001  a tool may raise anything
@@ -272,11 +274,13 @@ class RayTools(ActorPool):
         """Of the actors that have ended and are not back yet, by their place."""
 
     @classmethod
-    def start(cls, options: Sequence[dict[str, Any]], config: ToolsConfig, sandbox: SandboxConfig) -> RayTools:
-        """One actor per entry of ``options``, which are Ray's."""
+    def start(
+        cls, options: Sequence[dict[str, Any]], config: ToolsConfig, sandbox: SandboxConfig, media: MediaSettings
+    ) -> RayTools:
+        """One actor per entry of ``options``, which are Ray's. ``media`` limits the images and videos of results."""
         remote = ray.remote(max_restarts=-1, max_task_retries=0, max_concurrency=_MAX_CONCURRENCY)
         actor = remote(ToolActor)
-        return cls([actor.options(**each).remote(each["name"], config, sandbox) for each in options])
+        return cls([actor.options(**each).remote(each["name"], config, sandbox, media) for each in options])
 
     @property
     def num_actors(self) -> int:

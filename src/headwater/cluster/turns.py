@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from headwater.core.errors import RankFailed, WaitTimeout
-from headwater.core.protocols import RankStatus
+from headwater.core.learner import RankStatus
 from headwater.core.waits import wait_until
 
 _TURN_LIMIT_S = 60.0

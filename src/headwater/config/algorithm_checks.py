@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headwater.config.arguments import ChosenCorrection, chosen_corrections
-from headwater.config.checks import Check, Clash, Layers, given_in, unread
+from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.declared import Declared, T, WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config

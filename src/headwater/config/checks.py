@@ -7,64 +7,19 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from headwater.config.clash import Check, Clash, Layers, given_in, unread
 from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_file, is_whole, with_absolute_paths
 from headwater.config.schema import Config
 from headwater.config.traits import WorkflowTraits
-from headwater.config.tree import DEFAULT, show
-from headwater.core.records import wrong_stop
+from headwater.config.tree import show
 from headwater.core.registry import is_path
-
-Layers = Mapping[str, int]
-"""The layer that decided each given key; a key that is missing has its default."""
-
-
-@dataclass(frozen=True)
-class Clash:
-    keys: tuple[str, ...]
-    """The key to blame, then those it clashes with."""
-    reason: str
-    """What is wrong, and the remedy."""
-    argument: Any = None
-    """The value, if the first key is an argument inside a free-form mapping."""
-
-    def line(self, config: Config, origins: Mapping[str, str]) -> str:
-        key = self.keys[0]
-        value = value_at(config, key) if key in settings(Config) else self.argument
-        return f"{key} = {show(value)} ({_origin(key, origins)}): {self.reason}"
-
-
-Check = Callable[[Config, Layers], Iterator[Clash]]
-
-
-def _origin(key: str, origins: Mapping[str, str]) -> str:
-    """Where a key, or the mapping it is in, was written."""
-    while key not in origins and "." in key:
-        key = key.rpartition(".")[0]
-    return origins.get(key, DEFAULT)
-
-
-def unread(keys: Iterable[str], switches: tuple[str, ...], why: str, layers: Layers) -> Iterator[Clash]:
-    """Those of ``keys`` that were given for a feature that is off, unless it was turned off in the same layer or later.
-
-    The command line may turn off what the recipe sets up, but it may not configure what the recipe has turned off. One
-    file may do both, as resolved recipes do.
-    """
-    switched_off = max(layers.get(key, -1) for key in switches)
-    for key in keys:
-        if key not in switches and layers.get(key, -1) > switched_off:
-            yield Clash((key, *switches), f"nothing reads this, because {why}, or remove this")
-
-
-def given_in(section: str, layers: Layers) -> list[str]:
-    """The keys of a section that were given."""
-    return [key for key in layers if key.startswith(f"{section}.")]
+from headwater.core.sampling import wrong_stop
 
 
 def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:

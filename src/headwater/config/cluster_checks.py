@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headwater.config.checks import Check, Clash, Layers
+from headwater.config.clash import Check, Clash, Layers
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
 

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from headwater.config.checks import Check, Clash, Layers, files_exist
+from headwater.config.checks import files_exist
+from headwater.config.clash import Check, Clash, Layers
 from headwater.config.declared import WrongDeclaration, module_file
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import names_extensions

@@ -16,7 +16,8 @@ from typing import Any
 
 from headwater.config.algorithm_checks import ALGORITHM_CHECKS
 from headwater.config.builtin import display, locate
-from headwater.config.checks import CHECKS, Check
+from headwater.config.checks import CHECKS
+from headwater.config.clash import Check
 from headwater.config.cluster_checks import CLUSTER_CHECKS
 from headwater.config.convert import Converter
 from headwater.config.keys import sections, settings

@@ -15,7 +15,7 @@ from headwater.config.rollout_schema import RewardConfig, RolloutConfig, Sandbox
 from headwater.config.rollout_schema import WeightEncoding as WeightEncoding
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
 from headwater.config.training_schema import CriticConfig, EvalConfig, LoraConfig, ReferenceConfig
-from headwater.core.protocols import UpdateMode as UpdateMode
+from headwater.core.capabilities import UpdateMode as UpdateMode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 

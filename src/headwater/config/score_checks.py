@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from headwater.config.algorithm_checks import advantage_of
-from headwater.config.checks import Check, Clash, Layers, unread
+from headwater.config.clash import Check, Clash, Layers, unread
 from headwater.config.declared import Declared
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import get_args
 from urllib.parse import urlsplit
 
-from headwater.config.checks import Check, Clash, Layers, unread
+from headwater.config.clash import Check, Clash, Layers, unread
 from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.rollout_schema import WeightTransfer

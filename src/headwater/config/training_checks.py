@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headwater.config.checks import Check, Clash, Layers, unread
+from headwater.config.clash import Check, Clash, Layers, unread
 from headwater.config.declared import read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_folder, is_hub_id

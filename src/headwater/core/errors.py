@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headwater.core.records import ModelResponse
+    from headwater.core.response import ModelResponse
 
 
 class HeadwaterError(Exception):

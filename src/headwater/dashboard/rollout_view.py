@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from headwater.core.byte_cache import ByteCache
 from headwater.dashboard.errors import not_found
 from headwater.dashboard.pictures import media_of
 from headwater.dashboard.plain_values import finite, floats, jsonable
@@ -136,8 +135,7 @@ class TokenCache:
     """The newest rollouts that were looked at."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, int, int], Tokens] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: ByteCache[tuple[str, int, int], Tokens] = ByteCache(_KEPT_BYTES, _kept_bytes)
 
     def tokens(self, run: Run, id: str) -> Tokens:
         file, row = find(run, id)
@@ -145,21 +143,19 @@ class TokenCache:
             key = (str(file.path), file.path.stat().st_mtime_ns, row)
         except OSError as error:
             raise not_found(f"{file.path.name} no longer exists.") from error
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
+        known = self._kept.get(key)
+        if known is not None:
+            return known
         with OpenFile(file) as opened:
             if opened.is_large(row, _KEPT_BYTES):
-                with self._lock:
-                    self._kept.clear()  # before there are two large ones
+                self._kept.clear()  # before there are two large ones
             tokens = Tokens.read(opened, row, run.vocabulary)
-        with self._lock:
-            self._kept[key] = tokens
-            num_bytes = sum(each.num_bytes for each in self._kept.values())
-            while len(self._kept) > 1 and (num_bytes > _KEPT_BYTES or len(self._kept) > _MOST_KEPT):
-                num_bytes -= self._kept.popitem(last=False)[1].num_bytes
-        return tokens
+        return self._kept.put(key, tokens, in_use=(key,))
+
+
+def _kept_bytes(tokens: Tokens) -> int:
+    """At least as many as limit the number of short rollouts, whose arrays are the smallest part of what they need."""
+    return max(tokens.num_bytes, _KEPT_BYTES // _MOST_KEPT)
 
 
 def find(run: Run, id: str) -> tuple[RolloutFile, int]:

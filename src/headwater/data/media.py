@@ -10,15 +10,15 @@ import base64
 import binascii
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from headwater.chat.messages import Message
 from headwater.config.schema import DataConfig
+from headwater.core.byte_cache import ByteCache
 from headwater.core.disk import cache_dir
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
@@ -49,6 +49,8 @@ _FRAME_BYTES = 48
 PROCESSOR_ERRORS = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, OSError)
 """What a processor raises for images and videos that it does not take, or that do not fit the text."""
 
+MediaCache: TypeAlias = ByteCache[Hashable, MediaContent]
+
 InlineValue = tuple[Any, str]
 """A value inside a message and its place; the value is None where a column holds it."""
 
@@ -73,32 +75,8 @@ class MediaSettings:
         )
 
 
-class MediaCache:
-    """The contents that were used last, as long as they need no more than ``max_bytes``."""
-
-    def __init__(self, max_bytes: int = _CACHE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._contents: OrderedDict[Hashable, MediaContent] = OrderedDict()
-        self._lock = threading.Lock()
-        self.num_bytes = 0
-
-    def __reduce__(self) -> tuple[type[MediaCache], tuple[int]]:
-        # A process that measures lengths builds every row once.
-        return MediaCache, (0,)
-
-    def get(self, key: Hashable, load: Callable[[], MediaContent]) -> MediaContent:
-        with self._lock:
-            if key in self._contents:
-                self._contents.move_to_end(key)
-                return self._contents[key]
-        content = load()
-        with self._lock:
-            if key not in self._contents:
-                self._contents[key] = content
-                self.num_bytes += size_in_memory(content)
-            while self.num_bytes > self._max_bytes:
-                self.num_bytes -= size_in_memory(self._contents.popitem(last=False)[1])
-        return content
+def media_cache(max_bytes: int = _CACHE_BYTES) -> MediaCache:
+    return ByteCache(max_bytes, size_in_memory)
 
 
 def size_in_memory(content: MediaContent) -> int:
@@ -189,7 +167,7 @@ def load_image(
         data = _pixels_or_file(source, where)
         return MediaContent.of("image", [encode_picture(data, where, settings.limits, settings.check)])
 
-    return load() if cache is None else cache.get(("image", settings.limits, _key(source)), load)
+    return load() if cache is None else cache.get_or_load(("image", settings.limits, _key(source)), load)
 
 
 def load_video(
@@ -229,7 +207,7 @@ def load_video(
     def encode(frame: Image) -> bytes:
         return encode_picture(frame, where, settings.limits, settings.check)
 
-    return load() if cache is None else cache.get(("video", settings.limits, settings.rate, _key(source)), load)
+    return load() if cache is None else cache.get_or_load(("video", settings.limits, settings.rate, _key(source)), load)
 
 
 def _unwrapped(

@@ -18,14 +18,15 @@ from headwater.chat.render import (
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, MediaProcessor
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import Prompt
+from headwater.core.prompt import Prompt
+from headwater.core.tokenizer import Tokenizer
 from headwater.data.media import (
     PROCESSOR_ERRORS,
     MediaCache,
     MediaSettings,
     load_image,
     load_video,
+    media_cache,
     place_media,
     take_inline_media,
 )
@@ -51,7 +52,7 @@ class PromptBuilder:
     """For rows with images or videos; None if the model takes only text."""
     tools: ToolsOfRow | None = None
     """The tools that a row offers to the model; None if the run has none. Worker processes receive a copy."""
-    cache: MediaCache = field(default_factory=MediaCache, compare=False, repr=False)
+    cache: MediaCache = field(default_factory=media_cache, compare=False, repr=False)
     media_settings: MediaSettings = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,6 +65,10 @@ class PromptBuilder:
         for name in ("add_generation_prompt", *RESERVED_ARGUMENTS):
             if name in self.config.chat_template_args:
                 raise DataError(f"data.chat_template_args.{name}: is fixed for prompts; leave it out")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process that measures lengths builds every row once.
+        return {**self.__dict__, "cache": media_cache(0)}
 
     def build(self, placed: PlacedRow) -> Prompt:
         """The prompt at its full length. The dataset decides what to do with prompts that are too long."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headwater.core.errors import HeadwaterError, LogitsBroken, RequestError, RolloutFailed, WaitTimeout
-from headwater.core.records import ModelResponse
+from headwater.core.response import ModelResponse
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.engine.sequence import EngineSequence
 

@@ -19,19 +19,15 @@ from typing import Any
 import torch
 
 from headwater.config.schema import EngineConfig
+from headwater.core.capabilities import ALL_TAGS, ALL_UPDATE_MODES, Capabilities, MemoryTag, UpdateMode
+from headwater.core.engine import EngineLimits
+from headwater.core.engine_status import EngineStatus
 from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
-from headwater.core.protocols import (
-    ALL_TAGS,
-    ALL_UPDATE_MODES,
-    Capabilities,
-    EngineLimits,
-    EngineStatus,
-    MemoryTag,
-    RoundSink,
-    UpdateMode,
-    WeightUpdate,
-)
-from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingFeature
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta, ModelResponse
+from headwater.core.rounds import RoundSink
+from headwater.core.sampling import SamplingFeature
+from headwater.core.weights import WeightUpdate
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
 from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits

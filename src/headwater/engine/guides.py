@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.core.records import Alternatives, ModelRequest
+from headwater.core.request import ModelRequest
+from headwater.core.response import Alternatives
 from headwater.engine.grammar import GrammarMatcher
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.errors import LogitsBroken, RolloutFailed
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import StopReason
+from headwater.core.response import StopReason
+from headwater.core.tokenizer import Tokenizer
 from headwater.core.waits import wait_for_future
 from headwater.engine.delivery import EngineOrder
 from headwater.engine.guides import Guidance, alternatives

@@ -6,8 +6,7 @@ share the features of a picture. The weights of the tower may change: then every
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headwater.core.byte_cache import ByteCache
 from headwater.core.media import MediaContent
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.media_reader import Inputs, MediaFailed, MediaReader
@@ -57,35 +57,6 @@ class MediaInputs:
         )
 
 
-class FeatureCache:
-    """Features by digest, least recently used first."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.num_bytes = 0
-        self._max_bytes = max_bytes
-        self._features: OrderedDict[str, MediaFeatures] = OrderedDict()
-
-    def get(self, digest: str) -> MediaFeatures | None:
-        features = self._features.get(digest)
-        if features is not None:
-            self._features.move_to_end(digest)
-        return features
-
-    def put(self, digest: str, features: MediaFeatures, in_use: Collection[str]) -> None:
-        """Add features, and drop the oldest ones that are not ``in_use`` until all fit."""
-        self._features[digest] = features
-        self.num_bytes += _num_bytes(features)
-        for old in list(self._features):
-            if self.num_bytes <= self._max_bytes:
-                break
-            if old not in in_use:
-                self.num_bytes -= _num_bytes(self._features.pop(old))
-
-    def clear(self) -> None:
-        self._features.clear()
-        self.num_bytes = 0
-
-
 class MediaEncoder:
     """The vision tower of a model, and the features it has computed. The engine's thread owns it."""
 
@@ -98,7 +69,7 @@ class MediaEncoder:
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self._one_by_one = deterministic
         self._max_tower_bytes = _GPU_TOWER_BYTES if self._device.type == "cuda" else _CPU_TOWER_BYTES
-        self.cache = FeatureCache(max_bytes)
+        self.cache: ByteCache[str, MediaFeatures] = ByteCache(max_bytes, feature_bytes)
 
     def forget(self) -> None:
         """The weights of the tower have changed."""
@@ -177,5 +148,5 @@ class MediaEncoder:
         return upload(torch.from_numpy(values), self._device)
 
 
-def _num_bytes(features: MediaFeatures) -> int:
+def feature_bytes(features: MediaFeatures) -> int:
     return features.embeddings.nbytes + sum(each.nbytes for each in features.deep)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.core.records import SamplingParams
+from headwater.core.sampling import SamplingParams
 
 _CHUNK = 256
 NARROW = 1024

@@ -13,7 +13,7 @@ from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.arguments import with_arguments
 from headwater.config.schema import Config, LearnerConfig
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Learner
+from headwater.core.learner import Learner
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine

@@ -20,9 +20,10 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
+from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.core.media import MEDIA_COLUMN
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.protocols import Bucket, LearnerStatus, ProfileOrder, RankStatus, Role
+from headwater.core.weights import Bucket
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import FLOPS, GAP, ForwardEngine, TrainEngine

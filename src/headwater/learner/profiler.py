@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from headwater.core.protocols import ProfileOrder
+from headwater.core.learner import ProfileOrder
 
 _MOST_EVENTS = 200_000
 """Allocations of which a memory snapshot keeps the place in the code."""

@@ -7,12 +7,15 @@ from dataclasses import asdict, dataclass
 from math import isinf
 from typing import Any
 
-from headwater.core.protocols import RankStatus, ServerStatus
+from headwater.core.engine_status import ServerStatus
+from headwater.core.learner import RankStatus
 from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence, Life, gather, life_of
-from headwater.observe.findings import Finding, current_waits, findings, missing_from
+from headwater.observe.finding import Finding
+from headwater.observe.findings import findings, missing_from
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.status_file import LogLine, RunningGroup, RunStatus, StageProgress
+from headwater.observe.wait_findings import current_waits
 
 _REWARD = "reward/mean"
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import Config
+from headwater.core.engine import EpisodeEngine
 from headwater.core.errors import HeadwaterError
-from headwater.core.protocols import EpisodeEngine
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.observe.run_directory import RunDirectory
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
 from headwater.planner.workload import Lengths

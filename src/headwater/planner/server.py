@@ -14,9 +14,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
-from headwater.backends.router.roster import RouterOptions
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 from headwater.planner.costs import GenerationCosts
 
 

@@ -11,8 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
-from headwater.core.records import NOT_SAMPLED, ModelRequest, Prompt, SamplingParams, Trajectory
+from headwater.core.engine import EpisodeEngine
+from headwater.core.episode import EpisodeInput
+from headwater.core.prompt import Prompt
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
+from headwater.core.trajectory import NOT_SAMPLED, Trajectory
 from headwater.planner.costs import Costs
 from headwater.planner.server import SimulatedFleet, SimulatedServer
 from headwater.planner.virtual_time import VirtualTasks

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError
-from headwater.core.protocols import UpdateMode
 
 DEFAULT_MEAN_SHARE = 0.3
 """The mean length of a response as a share of ``rollout.max_new_tokens``, if no run says otherwise."""

@@ -25,9 +25,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any
 
+from headwater.core.drops import DropKind
+from headwater.core.engine import InferenceEngine
 from headwater.core.errors import RunError
-from headwater.core.protocols import InferenceEngine
-from headwater.core.records import DropKind
 from headwater.rollout.dispatcher import BatchTaskDispatcher
 from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from headwater.core.engine import InferenceEngine
 from headwater.core.errors import RunError
-from headwater.core.protocols import InferenceEngine
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 from headwater.core.waits import wait_for_future
 from headwater.rollout.flight import Flight, Requests, requests_from_json, version_runs
 from headwater.rollout.group import Dropped, Group, RolloutBatch

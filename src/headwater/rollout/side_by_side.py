@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from headwater.core.protocols import InferenceEngine
+from headwater.core.engine import InferenceEngine
 from headwater.core.waits import wait_for_future
 from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch, too_few

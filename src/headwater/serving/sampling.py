@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.core.randomness import derive_key
-from headwater.core.records import MAX_LOGIT_BIAS, Grammar, SamplingParams, wrong_stop
+from headwater.core.sampling import MAX_LOGIT_BIAS, Grammar, SamplingParams, wrong_stop
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.prompt import ModelLimits

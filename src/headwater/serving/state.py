@@ -11,14 +11,17 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from headwater.chat.parsers import ToolCallParser, make_parser
+from headwater.core.capabilities import MemoryTag, UpdateMode
+from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
 from headwater.core.media import MediaProcessor
-from headwater.core.protocols import InferenceEngine, MemoryTag, Tokenizer, UpdateMode
-from headwater.core.records import ModelRequest
+from headwater.core.request import ModelRequest
+from headwater.core.tokenizer import Tokenizer
+from headwater.data.media import MediaCache, media_cache
 from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
 from headwater.serving.fields import read_object, write_json
-from headwater.serving.native.media import ReceivedMedia
+from headwater.serving.native.media import STORE_BYTES
 from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.reading import BodyReader
@@ -78,7 +81,7 @@ class ServerState:
     updates: WeightUpdates
     parser: ToolCallParser | None
     """Finds tool calls in replies; None if the format of this model's calls is unknown."""
-    media: ReceivedMedia | None
+    media: MediaCache | None
     """Images and videos that clients have sent; None if the engine takes only text."""
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
     """Different in every process, so that clients notice that a server was restarted."""
@@ -105,7 +108,7 @@ class ServerState:
         )
         bodies = BodyReader(max_bytes=options.max_body_bytes, limit_s=options.body_limit_s)
         parser = find_parser(options.tool_parser, tokenizer)
-        media = ReceivedMedia() if takes_media else None
+        media = media_cache(STORE_BYTES) if takes_media else None
         return cls(engine, tokenizer, options, limits, ActiveRequests(), bodies, WeightUpdates(engine), parser, media)
 
     async def read(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:

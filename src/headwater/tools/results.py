@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from numbers import Real
@@ -9,7 +10,7 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.core.records import is_reward
+from headwater.core.score import is_reward
 from headwater.core.tool_calls import ToolResult
 from headwater.data.media import MediaSettings, load_image, load_video
 from headwater.data.message_media import has_media, load_message_media, take_message_media
@@ -41,6 +42,13 @@ def read_result(value: Any, settings: MediaSettings | None = None) -> ToolResult
     if not isinstance(value, str) and (media or isinstance(getattr(value, "text", None), str)):
         return ToolResult(_text(value) if value.text else "", _reward(reward), _metrics(metrics), media=media)
     return ToolResult(_text(value))
+
+
+async def read_result_apart(value: Any, settings: MediaSettings | None = None) -> ToolResult:
+    """``read_result``, in a thread if there are pictures: other episodes would wait while they are decoded."""
+    if may_hold_media(value):
+        return await asyncio.to_thread(read_result, value, settings)
+    return read_result(value, settings)
 
 
 def may_hold_media(value: Any) -> bool:

@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from headwater.core.errors import RewardFailed
-from headwater.core.records import REWARD_RULE, Prompt, is_reward
+from headwater.core.prompt import Prompt
 from headwater.core.registry import nearest
+from headwater.core.score import REWARD_RULE, is_reward
 from headwater.core.tool_calls import MalformedCall, ToolCall, ToolFailure, ToolResult
 from headwater.data.media import MediaSettings
 from headwater.tools.base import ToolError, ToolUnavailable
 from headwater.tools.loaded import LoadedTool
-from headwater.tools.results import BadResult, may_hold_media, read_result
+from headwater.tools.results import BadResult, read_result_apart
 from headwater.tools.running import GRACE_S, CallTimedOut
 from headwater.tools.schema import WrongArguments
 
@@ -122,10 +123,7 @@ class ToolSession:
         try:
             arguments = loaded.schema.check(call.arguments)
             value = await self._instances[name].execute(arguments)
-            if may_hold_media(value):  # in a thread, because other episodes would wait while pictures are decoded
-                result = await asyncio.to_thread(read_result, value, self._media)
-            else:
-                result = read_result(value, self._media)
+            result = await read_result_apart(value, self._media)
             if result.media and self._media is None:
                 raise BadResult("returned an image or a video, and the model takes only text; return text")
             loaded.note_available()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from headwater.core.disk import disk_full
 from headwater.core.errors import ConfigError, DamagedCheckpoint, DiskFull, HeadwaterError, RunError
-from headwater.core.protocols import Learner, SavedLater
+from headwater.core.learner import Learner, SavedLater
 from headwater.core.waits import wait_for_future
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
 from headwater.observe.media_store import MediaStore

@@ -10,8 +10,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headwater.core.prompt import Prompt
 from headwater.core.randomness import derive_key
-from headwater.core.records import Prompt, Trajectory
+from headwater.core.trajectory import Trajectory
 from headwater.data.load import MixedDataset, PromptDataset
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
 

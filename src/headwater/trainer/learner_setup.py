@@ -12,7 +12,7 @@ from headwater.algorithms.kl import AdaptiveKL, FixedKL, KLController
 from headwater.config.arguments import with_arguments
 from headwater.config.schema import AlgorithmConfig, Config
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Learner
+from headwater.core.learner import Learner
 from headwater.data.load import PromptDataset, load_dataset
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.learner.build import LearnerBuilder, LearnerSpec, build_learner

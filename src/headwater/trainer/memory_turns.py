@@ -15,8 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from headwater.config.schema import Config
+from headwater.core.capabilities import MemoryTag
+from headwater.core.engine import InferenceEngine
+from headwater.core.learner import Learner
 from headwater.core.memory_plan import MOVED, RELEASED, MemoryPlan
-from headwater.core.protocols import InferenceEngine, Learner, MemoryTag
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 _GIB = 2**30

@@ -10,8 +10,9 @@ from headwater.chat.next_turn import next_turn
 from headwater.chat.render import MODEL_TURN
 from headwater.config.schema import WarmStartConfig
 from headwater.core.errors import DataError
-from headwater.core.protocols import Learner
-from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
+from headwater.core.learner import Learner
+from headwater.core.prompt import Prompt
+from headwater.core.trajectory import NOT_SAMPLED, Trajectory
 from headwater.data.load import PromptDataset
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.progress import Display

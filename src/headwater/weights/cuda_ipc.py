@@ -14,8 +14,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
+from headwater.core.weights import Bucket, WeightUpdate
 from headwater.weights import TRANSPORTS, Channel
 from headwater.weights.shared_memory import (
     NUM_SLOTS,

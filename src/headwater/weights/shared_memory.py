@@ -32,9 +32,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, WeightsError, WeightsIncomplete
-from headwater.core.protocols import Bucket, UpdateMode, WeightUpdate
 from headwater.core.waits import wait_until
+from headwater.core.weights import Bucket, WeightUpdate
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer, wait_for_answer
 from headwater.weights.file import reserve, write_tensor

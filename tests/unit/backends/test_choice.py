@@ -13,8 +13,8 @@ from headwater.backends.fleet import devices_of_servers
 from headwater.backends.native.engine import NativeEngine
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
+from headwater.core.capabilities import Capabilities
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities
 from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
 

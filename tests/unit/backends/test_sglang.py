@@ -27,8 +27,10 @@ from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, HeadwaterError, LogitsBroken, QueueFull, RequestError, RolloutFailed
-from headwater.core.protocols import WeightUpdate
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.weights import WeightUpdate
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 from headwater.weights import collective

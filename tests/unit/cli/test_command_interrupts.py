@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from headwater.api.launch import rank_failures_named
+from headwater.api.site import rank_failures_named
 from headwater.cli.process import interruptible
 from headwater.core.errors import RankFailed
 from headwater.core.interrupts import Interrupts

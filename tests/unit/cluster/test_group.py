@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwater.api import launch
+from headwater.api import site as sites
 from headwater.cluster import torchrun
 from headwater.cluster.group import LearnerGroup
 from headwater.cluster.torchrun import join
@@ -19,7 +19,7 @@ from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import LearnerStatus, RankStatus
+from headwater.core.learner import LearnerStatus, RankStatus
 
 
 class Rank:
@@ -160,6 +160,6 @@ def test_a_call_of_the_ranks_has_the_limit_of_the_settings(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(torchrun, "join", Joined)
     monkeypatch.setattr(torchrun, "check_ranks", lambda *_: None)
-    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
-    with launch._site(load_config("quickstart", ["learner.rank_timeout_s=7"]).config, is_restart=False) as site:
+    monkeypatch.setattr(sites.signal, "signal", lambda *_: None)
+    with sites.open_site(load_config("quickstart", ["learner.rank_timeout_s=7"]).config, is_restart=False) as site:
         assert site.make_learner(None) == 7

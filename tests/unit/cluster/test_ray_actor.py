@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 
 from headwater.cluster import ray as cluster_ray
 from headwater.cluster.ray_actor import SentError, death_of
-from headwater.cluster.ray_ranks import _pack, _unpack
+from headwater.cluster.ray_rank import pack, unpack
 
 
 def sent(error: Exception) -> Exception:
@@ -59,11 +59,11 @@ def test_weights_arrive_bit_for_bit_in_every_type():
         ("d", torch.empty(0, 5)),
         ("e", torch.randn(4, 6)[:, ::2]),
     ]
-    arrived = dict(_unpack(pickle.loads(pickle.dumps(_pack(bucket)))))
+    arrived = dict(unpack(pickle.loads(pickle.dumps(pack(bucket)))))
     for name, tensor in bucket:
         assert arrived[name].dtype == tensor.dtype
         assert torch.equal(arrived[name], tensor)
-    assert _pack(None) is None
+    assert pack(None) is None
 
 
 def test_a_command_is_completed_where_it_runs():

@@ -12,7 +12,7 @@ from PIL import Image
 
 from headwater.core.errors import DataError
 from headwater.data import media
-from headwater.data.media import MediaCache, MediaSettings, load_image, size_in_memory
+from headwater.data.media import MediaSettings, load_image, media_cache, size_in_memory
 from headwater.data.pictures import MAX_SOURCE_PIXELS, PictureLimits, encode_picture, fitted_size
 
 LIMITS = PictureLimits(0, 10_000)
@@ -202,7 +202,7 @@ def test_the_cache_keeps_what_was_used_last(tmp_path):
     for number, path in enumerate(paths):
         path.write_bytes(encoded(Image.effect_noise((50, 50), 40 + number), "PNG"))
     size = max(size_in_memory(load_image(path, "here", None)) for path in paths)
-    cache = MediaCache(2 * size)
+    cache = media_cache(2 * size)
 
     def load(value):
         return load_image(value, "here", None, None, cache)

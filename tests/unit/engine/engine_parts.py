@@ -27,8 +27,10 @@ from transformers import (
 )
 
 from headwater.config.schema import EngineConfig
-from headwater.core.protocols import WeightUpdate
-from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta, ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.weights import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 

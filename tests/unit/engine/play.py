@@ -10,9 +10,11 @@ import pytest
 from engine.engine_parts import LIMIT_S, Stepped, Streamed, assert_nothing_is_held, full_pass, reference, weights
 from tiny import tokenizer
 
+from headwater.core.capabilities import ALL_TAGS
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import ALL_TAGS
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
 
 TAGS = (("kv_cache",), ("weights",), ALL_TAGS)
 MODES = ("interrupt", "in_flight", "drain")

@@ -12,7 +12,8 @@ from tiny import tokenizer
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, RequestError
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.engine.engine import Engine
 
 GOOD = request(tokens_of(5), 1)

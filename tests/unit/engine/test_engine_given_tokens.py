@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tiny import tokenizer
 
 from headwater.core.errors import RequestError
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 
 SAMPLING = (
     {},

@@ -23,7 +23,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import WeightsError
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 from headwater.engine.engine import Engine
 
 NUM_PAGES = 13

@@ -23,9 +23,9 @@ from engine.vision_parts import (
 )
 
 from headwater.core.media import MediaContent, rotary_positions
-from headwater.core.protocols import WeightUpdate
+from headwater.core.weights import WeightUpdate
 from headwater.engine.batch_media import BatchMedia
-from headwater.engine.media import FeatureCache, MediaEncoder
+from headwater.engine.media import MediaEncoder, feature_bytes
 from headwater.engine.runners.decoder import CpuOps
 from headwater.engine.runners.plain import Runner
 from headwater.models.vision import MediaFeatures, vision_parameter_names
@@ -237,22 +237,8 @@ def test_the_layers_of_transformers_compute_the_same(name, monkeypatch):
 # The cache of features, and what a batch needs
 
 
-def features(num_tokens: int) -> MediaFeatures:
-    return MediaFeatures(torch.zeros(num_tokens, 8), (torch.zeros(num_tokens, 8),))
-
-
-def test_the_cache_drops_the_oldest_features_but_none_in_use():
-    cache = FeatureCache(max_bytes=3 * 4 * 64)
-    for digest in "abc":
-        cache.put(digest, features(4), {digest})
-    assert cache.num_bytes == 3 * 4 * 64
-    assert cache.get("a") is not None
-    cache.put("d", features(4), {"d", "b"})
-    assert [digest for digest in "abcd" if cache.get(digest) is not None] == ["a", "b", "d"]
-    cache.put("e", features(40), {"b", "e"})
-    assert [digest for digest in "abde" if cache.get(digest) is not None] == ["b", "e"]
-    cache.clear()
-    assert (cache.num_bytes, cache.get("e")) == (0, None)
+def test_the_features_of_all_layers_count_in_the_cache():
+    assert feature_bytes(MediaFeatures(torch.zeros(4, 8), (torch.zeros(4, 8), torch.zeros(4, 8)))) == 3 * 4 * 8 * 4
 
 
 @pytest.mark.parametrize("name", EACH)

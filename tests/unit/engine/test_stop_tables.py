@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tokenizer
 
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.engine import loop, stops
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence

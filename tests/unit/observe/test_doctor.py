@@ -13,13 +13,14 @@ import pytest
 
 import headwater
 from headwater.cli.doctor import _sections
+from headwater.core.drops import DropKind
 from headwater.core.processes import process_start
-from headwater.core.records import DropKind
 from headwater.observe.doctor import examine
 from headwater.observe.evidence import gather, life_of, show_duration
-from headwater.observe.findings import DROP_REMEDIES, REWARD_REMEDIES, WAIT_REMEDIES
+from headwater.observe.findings import DROP_REMEDIES, REWARD_REMEDIES
 from headwater.observe.manifest import seal
 from headwater.observe.run_directory import RunDirectory
+from headwater.observe.wait_findings import WAIT_REMEDIES
 
 BALANCED = {"dispatched": 104, "trained": 96, "dropped": 0, "buffered": 4, "in_flight": 4}
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headwater.backends.router.roster import RouterOptions
+from headwater.backends.router.options import RouterOptions
 from headwater.core.errors import WaitTimeout
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
 from headwater.planner.server import SimulatedFleet, SimulatedServer
 from headwater.planner.simulate import simulate

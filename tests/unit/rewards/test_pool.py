@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut
-from headwater.core.records import Answer, Score
+from headwater.core.score import Answer, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import RemoteFunction
 from headwater.rewards.managers.naive import NaiveRewardManager
@@ -303,7 +303,8 @@ def test_other_places_to_run(functions):
 PARENT = """
 import asyncio, sys
 from headwater.config.schema import RewardConfig
-from headwater.core.records import Answer, Prompt
+from headwater.core.prompt import Prompt
+from headwater.core.score import Answer
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 

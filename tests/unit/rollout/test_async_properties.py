@@ -21,9 +21,13 @@ from hypothesis import strategies as st
 from rollout.executor_parts import Rows, runner_of
 
 import headwater.rollout.executor as executor_module
+from headwater.core.episode import EpisodeInput
 from headwater.core.errors import RewardFailed
-from headwater.core.protocols import EpisodeInput
-from headwater.core.records import ModelRequest, ModelResponse, SamplingParams, Score, Trajectory
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.score import Score
+from headwater.core.trajectory import Trajectory
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group import Group, RolloutBatch

@@ -11,8 +11,11 @@ import pytest
 from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
 from rollout.held_engine import HeldEngine
 
+from headwater.core.drops import DropKind
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
-from headwater.core.records import DropKind, ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
+from headwater.core.sampling import SamplingParams
 from headwater.rollout.flight import Dispatch, Flight, JointStart
 
 

@@ -18,20 +18,16 @@ from safetensors.torch import save_file
 import headwater
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
+from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode
+from headwater.core.engine import EngineLimits, InferenceEngine
+from headwater.core.engine_status import EngineStatus
 from headwater.core.errors import RequestError
 from headwater.core.new_tokens import NewTokens
-from headwater.core.protocols import (
-    ALL_TAGS,
-    Capabilities,
-    EngineLimits,
-    EngineStatus,
-    InferenceEngine,
-    MemoryTag,
-    UpdateMode,
-    WeightUpdate,
-    whole_response,
-)
-from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta, ModelResponse
+from headwater.core.sampling import SamplingParams
+from headwater.core.streaming import whole_response
+from headwater.core.weights import WeightUpdate
 from headwater.models.checksum import checksum
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions

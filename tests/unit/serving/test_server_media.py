@@ -30,11 +30,12 @@ from headwater.backends.sglang.engine import SglangEngine
 from headwater.chat.render import render_chat
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
+from headwater.core.engine import EngineLimits
 from headwater.core.errors import DataError, RequestError
 from headwater.core.media import MediaContent
-from headwater.core.protocols import EngineLimits
-from headwater.core.records import ModelRequest, SamplingParams
-from headwater.data.media import size_in_memory
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
+from headwater.data.media import media_cache
 from headwater.engine.engine import Engine
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_processor, load_tokenizer
@@ -45,7 +46,7 @@ from headwater.serving import media
 from headwater.serving.app import build_app
 from headwater.serving.errors import ApiError
 from headwater.serving.listen import bind, make_runner, url
-from headwater.serving.native.media import UNKNOWN_MEDIA, ReceivedMedia
+from headwater.serving.native.media import STORE_BYTES, UNKNOWN_MEDIA
 from headwater.serving.native.request import read_request, write_request
 from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
@@ -116,7 +117,7 @@ def limits() -> ModelLimits:
 
 
 def test_a_request_with_images_arrives_as_it_was_sent() -> None:
-    sent, store, known = request(RED, BLUE, RED), ReceivedMedia(), set()
+    sent, store, known = request(RED, BLUE, RED), media_cache(STORE_BYTES), set()
     bodies = [json.loads(json.dumps(write_request(sent, known))) for _ in range(2)]
     assert [["frames" in item for item in body["media"]] for body in bodies] == [[True, True, False], [False] * 3]
     for body in bodies:
@@ -124,25 +125,21 @@ def test_a_request_with_images_arrives_as_it_was_sent() -> None:
         assert read == sent
         assert read.media[0].content.frames == RED.frames
     with pytest.raises(ApiError) as refusal:
-        read_request(bodies[1], limits(), ReceivedMedia())
+        read_request(bodies[1], limits(), media_cache(STORE_BYTES))
     assert (refusal.value.status, refusal.value.code) == (409, UNKNOWN_MEDIA)
 
 
-def test_a_store_keeps_what_was_used_last() -> None:
-    store = ReceivedMedia(max_bytes=size_in_memory(RED) + size_in_memory(BLUE) + 10)
-    green = MediaContent.of("image", [png("green")])
-    store.keep(RED)
-    store.keep(BLUE)
-    assert store.keep(MediaContent.of("image", list(RED.frames))) is RED
-    store.keep(green)
-    assert [store.get(each.digest) is not None for each in (RED, BLUE, green)] == [True, False, True]
+def test_requests_with_equal_images_share_their_bytes() -> None:
+    store = media_cache(STORE_BYTES)
+    first, second = (read_request(json.loads(json.dumps(write_request(request(RED)))), limits(), store) for _ in "ab")
+    assert first.media[0].content is second.media[0].content
 
 
 def test_a_store_does_not_keep_any_number_of_tiny_contents() -> None:
-    store = ReceivedMedia(max_bytes=20_000)
+    store = media_cache(max_bytes=20_000)
     contents = [MediaContent.of("video", [bytes([number])] * 10, 1.0) for number in range(100)]
     for content in contents:
-        store.keep(content)
+        store.put(content.digest, content)
     assert 10 < sum(store.get(each.digest) is not None for each in contents) < 30
 
 
@@ -175,7 +172,7 @@ def test_refused_media_are_named() -> None:
     ]
     for given, message in cases:
         with pytest.raises(ApiError) as refusal:
-            read_request(given, limits(), ReceivedMedia())
+            read_request(given, limits(), media_cache(STORE_BYTES))
         assert message in str(refusal.value)
     with pytest.raises(ApiError, match="takes only text"):
         read_request(body, limits(), None)
@@ -224,7 +221,7 @@ def test_a_client_sends_each_image_once_and_again_if_the_server_has_forgotten_it
             assert client.capabilities.media
             assert router.capabilities.media
             assert run(answers(client, *asked)) == expected
-            app[STATE].media._kept.clear()
+            app[STATE].media.clear()
             assert run(answers(router, *asked)) == expected
             rest = replace(asked[0], given_tokens=expected[0][:2])
             assert run(answers(router, rest)) == [expected[0][2:]]

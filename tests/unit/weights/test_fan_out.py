@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.protocols import Bucket, WeightUpdate
+from headwater.core.weights import Bucket, WeightUpdate
 from headwater.weights.fan_out import FanOut
 
 SHAPES = {f"w{number}": (2,) for number in range(5)}

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.protocols import WeightUpdate
+from headwater.core.weights import WeightUpdate
 from headwater.weights import ControlCall, file
-from headwater.weights.file import FileTransport, FileWeights, open_weights, remove_leftovers
+from headwater.weights.file import FileTransport, FileWeights, remove_leftovers
 from headwater.weights.memory import in_buckets
+from headwater.weights.safetensors_files import OpenedFiles, open_weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -237,8 +238,8 @@ def test_values_are_checked_by_who_writes_them_and_then_read_once(monkeypatch):
     transport.send(WeightUpdate.of(1, [("w", torch.ones(2))]), channel, None)
     [again] = channel.again
     assert again.body["source"]["is_checked"], "a process that replaces the first one reads it once, too"
-    reads, buckets = [], file.OpenedFiles.buckets
-    monkeypatch.setattr(file.OpenedFiles, "buckets", lambda self: reads.append(1) or buckets(self))
+    reads, buckets = [], OpenedFiles.buckets
+    monkeypatch.setattr(OpenedFiles, "buckets", lambda self: reads.append(1) or buckets(self))
     for is_checked, num_reads in ((True, 1), (False, 2)):
         reads.clear()
         path = again.body["source"]["file"]

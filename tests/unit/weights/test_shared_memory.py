@@ -15,7 +15,7 @@ import tiny
 import torch
 
 from headwater.core.errors import WeightsError
-from headwater.core.protocols import WeightUpdate
+from headwater.core.weights import WeightUpdate
 from headwater.models.checksum import checksum
 from headwater.weights import shared_memory
 from headwater.weights.cuda_ipc import CudaIpcTransport, map_memory

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 
 
 class ScriptedEngine:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.chat.parsers import make_parser
-from headwater.core.protocols import EpisodeInput
-from headwater.core.records import Trajectory
+from headwater.core.episode import EpisodeInput
+from headwater.core.trajectory import Trajectory
 from headwater.workflows import Episode
 from headwater.workflows.agents.conversation import prefix_keys
 from headwater.workflows.agents.server import EndpointServer

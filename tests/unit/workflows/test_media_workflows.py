@@ -200,6 +200,23 @@ def test_what_an_agent_may_not_send():
         chat(Session(episode_of(), rules()), [{"role": "user", "content": many}])
 
 
+def test_the_pixels_of_an_agents_call_are_limited_in_total(monkeypatch):
+    from headwater.serving.errors import ApiError
+
+    monkeypatch.setattr("headwater.serving.media.MAX_REQUEST_PIXELS", 2 * 56 * 56)
+    episode = episode_of(answer("a"), answer("b"))
+    session = Session(episode, rules())
+    part = {"type": "image", "image": url_of("red")}
+    for _ in range(2):  # each call has the whole limit
+        chat(session, [{"role": "user", "content": [part, part]}])
+    assert [len(request.media) for request in episode.engine.requests] == [2, 2]
+    for parts in ([part] * 3, [{"type": "video", "video": [url_of("red")] * 3}]):
+        with pytest.raises(ApiError, match=r"the pictures of a request have more than 6272 pixels in total") as refused:
+            chat(session, [{"role": "user", "content": parts}])
+        assert refused.value.code == "bad_media"
+    assert len(episode.engine.requests) == 2, "nothing was generated"
+
+
 # Classes for verl and AReaL
 
 

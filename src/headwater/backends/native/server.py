@@ -17,8 +17,8 @@ from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
 from headwater.backends.native.client import ConnectionLost, EngineFailed, RequestLink, ServerClient
 from headwater.backends.native.places import ForeignServer, OwnServer
 from headwater.backends.native.requests import FramedRequest, OpenRequests
+from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import RolloutFailed, TransferLost, WeightsIncomplete
-from headwater.core.protocols import MemoryTag
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.observe.spans import Spans
 from headwater.weights import ControlCall

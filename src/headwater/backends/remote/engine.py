@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
 
-from headwater.backends import BackendContext, engine_device
-from headwater.backends.launch.child import ChildServer, StartChild
-from headwater.backends.remote.link import LinkLost, ServerInfo
+from headwater.backends import SERVER_KEY, BackendContext, check_length, engine_device
+from headwater.backends.launch.child import ChildServer, Command, StartChild
+from headwater.backends.remote.link import LinkLost, ServerInfo, ServerLink
 from headwater.backends.remote.media import MediaPrompts
-from headwater.backends.remote.model import RunModel
+from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
-from headwater.backends.remote.servers import RemoteServer
+from headwater.backends.remote.servers import ConnectedServer, HttpLink, LaunchedServer, RemoteServer
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.remote.thread import Deliver, EngineThread
-from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, WeightsError
-from headwater.core.protocols import (
-    ALL_TAGS,
-    Capabilities,
-    EngineLimits,
-    EngineStatus,
-    MemoryTag,
-    UpdateMode,
-    WeightFile,
-    WeightUpdate,
-    check_features,
-)
-from headwater.core.records import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
+from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
+from headwater.core.engine import EngineLimits
+from headwater.core.engine_status import EngineStatus
+from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, WeightsError
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta, ModelResponse
+from headwater.core.sampling import SamplingParams, wrong_stop
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S
+from headwater.core.weights import WeightFile, WeightUpdate
 from headwater.models.device import DTYPES
 from headwater.weights.file import written_file
 from headwater.weights.memory import Receiver
@@ -81,14 +78,87 @@ class RemoteEngine:
             self.close()
             raise
 
+    @classmethod
+    def launch(cls, context: BackendContext, devices: Sequence[str]) -> Self:
+        """Start a server on ``devices``, and keep it alive."""
+        model, key = RunModel.of(context), secrets.token_urlsafe(32)
+        check_length(context, model.max_tokens)
+        with ExitStack() as stack:
+            # A process that replaces the first one loads the folder again.
+            folder = stack.enter_context(model_folder(context))
+            start, is_shared = _starter(context, devices)
+            how = cls._command(context, folder, devices, api_key=key, shares_device=is_shared)
+
+            def make(session: RemoteSession) -> LaunchedServer:
+                return LaunchedServer(session, how, lambda url: cls._link_to(url, key, model), start)
+
+            engine = cls(f"the {cls.program} server", context, model, make)
+            engine._resources, engine.api_key = stack.pop_all(), key
+        return engine
+
+    @classmethod
+    def connect(cls, url: str, context: BackendContext) -> Self:
+        """Use a running server. Unless it serves the weights of another owner, it waits for those of this run."""
+        model, where = RunModel.of(context), f"the {cls.program} server at {url}"
+        key, limit_s = os.environ.get(SERVER_KEY, ""), context.config.rollout.server_timeout_s
+
+        async def check(link: ServerLink, info: ServerInfo) -> None:
+            if context.owns_weights:
+                await link.resume()  # an earlier run may have left it paused
+            model.check_same(info, where)
+            await cls._check_server(link, info, context, model, url)
+
+        def make(session: RemoteSession) -> ConnectedServer:
+            session.weights.is_needed = context.owns_weights
+            return ConnectedServer(
+                session,
+                url,
+                lambda: cls._link_to(url, key, model),
+                check,
+                limit_s=limit_s,
+                is_one_of_many=context.is_one_of_many,
+            )
+
+        return cls(where, context, model, make)
+
     # What a program adds
 
-    def _check_run(self, context: BackendContext) -> None:
-        """Raise ``ConfigError`` if the server cannot do what the recipe needs."""
+    @classmethod
+    def _command(
+        cls, context: BackendContext, model: Path, devices: Sequence[str], *, api_key: str, shares_device: bool
+    ) -> Command:
+        """How a server of the run's model starts on ``devices``."""
+        raise NotImplementedError
+
+    @classmethod
+    def _link_to(cls, url: str, api_key: str, model: RunModel) -> HttpLink:
+        raise NotImplementedError
+
+    @classmethod
+    async def _check_server(
+        cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, url: str
+    ) -> None:
+        """Raise ``ConfigError`` if a running server serves another model, or cannot take new weights."""
+        raise NotImplementedError
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         """Why the log-probs of such tokens would not be those of the distribution that is sampled from."""
         raise NotImplementedError
+
+    def _check_run(self, context: BackendContext) -> None:
+        """Raise ``ConfigError`` if the server cannot do what the recipe needs."""
+        rollout = context.config.rollout
+        sampling = SamplingParams(
+            rollout.max_new_tokens,
+            rollout.temperature,
+            rollout.top_k,
+            rollout.top_p,
+            rollout.min_p,
+            rollout.min_new_tokens,
+        )
+        if (problem := self._sampling_problem(sampling)) is not None:
+            raise ConfigError([f"{self._name}: {problem}"])
+        check_length(context, self._info.max_model_tokens)
 
     @property
     def _info(self) -> ServerInfo:
@@ -316,13 +386,8 @@ class RemoteEngine:
             raise RolloutFailed(f"{what}: {error}") from error
 
 
-def starter(context: BackendContext, devices: Sequence[str]) -> tuple[StartChild, bool]:
+def _starter(context: BackendContext, devices: Sequence[str]) -> tuple[StartChild, bool]:
     """What starts the process of a server, and whether the learner uses its devices too."""
     if context.places:
         return context.places[0].start_child, context.places[0].shares_device
     return ChildServer.start, engine_device(devices[0], context.config.model.device)[1]
-
-
-def new_key() -> str:
-    """An API key for a server that the run starts."""
-    return secrets.token_urlsafe(32)

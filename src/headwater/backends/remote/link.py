@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from headwater.backends.remote.media import NO_MEDIA, MediaPrompt
-from headwater.core.protocols import MemoryTag
-from headwater.core.records import ModelRequest, StopReason
+from headwater.core.capabilities import MemoryTag
+from headwater.core.request import ModelRequest
+from headwater.core.response import StopReason
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to running requests: end them with the tokens they have, finish them, or keep them for later."""

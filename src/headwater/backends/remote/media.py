@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from headwater.core.errors import RequestError
 from headwater.core.media import PlacedMedia, image_type
-from headwater.core.records import ModelRequest
+from headwater.core.request import ModelRequest
+from headwater.data.media import media_cache
 from headwater.models.vision.placeholders import collapse
 from headwater.models.vision.processor import VisionProcessor
-from headwater.serving.native.media import ReceivedMedia
 
 _CACHE_BYTES = 256 * 2**20
 
@@ -38,7 +38,7 @@ class MediaPrompts:
 
     def __init__(self, processor: VisionProcessor) -> None:
         self._processor = processor
-        self._scaled = ReceivedMedia(_CACHE_BYTES)
+        self._scaled = media_cache(_CACHE_BYTES)
 
     def of(self, request: ModelRequest) -> MediaPrompt:
         """The first call for an image takes a while."""
@@ -63,7 +63,7 @@ class MediaPrompts:
                     stream, "PNG", compress_level=1
                 )
                 frames = (stream.getvalue(),)
-            known = self._scaled.keep(replace(content, frames=frames))
+            known = self._scaled.put(content.digest, replace(content, frames=frames))
         return known.frames[0]
 
     def _size(self, item: PlacedMedia) -> tuple[int, int] | None:

@@ -27,6 +27,7 @@ from headwater.backends.remote.link import (
 )
 from headwater.backends.remote.model import ServedWeights
 from headwater.backends.remote.requests import MAX_STUCK, OpenRequest, ServedModel, fetch_tokens, read_stream
+from headwater.core.capabilities import MemoryTag, UpdateMode
 from headwater.core.errors import (
     HeadwaterError,
     LogitsBroken,
@@ -38,7 +39,6 @@ from headwater.core.errors import (
     WaitTimeout,
     WeightsIncomplete,
 )
-from headwater.core.protocols import MemoryTag, UpdateMode
 from headwater.core.waits import named_wait
 from headwater.observe.spans import Spans
 

@@ -23,9 +23,13 @@ from headwater.backends.router.member import (
     common_limits,
     common_metrics,
 )
+from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.requests import answer, stream
-from headwater.backends.router.roster import Roster, RouterOptions
+from headwater.backends.router.roster import Roster
 from headwater.backends.router.updates import send_in_turn, send_to_all
+from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
+from headwater.core.engine import EngineLimits, InferenceEngine
+from headwater.core.engine_status import EngineStatus
 from headwater.core.errors import (
     HeadwaterError,
     MemoryRefused,
@@ -35,20 +39,11 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
-from headwater.core.protocols import (
-    ALL_TAGS,
-    Capabilities,
-    EngineLimits,
-    EngineStatus,
-    InferenceEngine,
-    MemoryTag,
-    UpdateMode,
-    WeightUpdate,
-    check_features,
-    whole_response,
-)
-from headwater.core.records import Delta, ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta, ModelResponse
+from headwater.core.streaming import whole_response
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future, wait_until
+from headwater.core.weights import WeightUpdate
 
 __all__ = ["RoutedServer", "RouterEngine", "RouterOptions"]
 

@@ -6,27 +6,24 @@ engine = SglangEngine.connect("http://10.0.0.7:30000", context)     # use one th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length, other_model
+from headwater.backends import BACKENDS, BackendContext, other_model
 from headwater.backends.launch.child import Command
-from headwater.backends.remote.engine import RemoteEngine, new_key, starter
+from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import ServerInfo, ServerLink
-from headwater.backends.remote.model import RunModel, model_folder
-from headwater.backends.remote.servers import ConnectedServer, LaunchedServer, child_command
-from headwater.backends.remote.session import RemoteSession
+from headwater.backends.remote.model import RunModel
+from headwater.backends.remote.servers import child_command
 from headwater.backends.sglang.http import SglangLink
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
+from headwater.core.capabilities import Capabilities, UpdateMode
 from headwater.core.errors import ConfigError
-from headwater.core.protocols import Capabilities, UpdateMode, WeightUpdate
-from headwater.core.records import SamplingParams
+from headwater.core.sampling import SamplingParams
+from headwater.core.weights import WeightUpdate
 from headwater.models.device import DTYPES
 
 _SHARED_FRACTION = 0.4
@@ -57,47 +54,21 @@ class SglangEngine(RemoteEngine):
     """The group over which weights are sent, with the server's present process."""
 
     @classmethod
-    def launch(cls, context: BackendContext, devices: Sequence[str]) -> SglangEngine:
-        """Start a server on ``devices``, and keep it alive."""
-        model, key = RunModel.of(context), new_key()
-        check_length(context, model.max_tokens)
-        with ExitStack() as stack:
-            # A process that replaces the first one loads the folder again.
-            folder = stack.enter_context(model_folder(context))
-            start, is_shared = starter(context, devices)
-            how = command(context, folder, devices, api_key=key, shares_device=is_shared)
-            make_link = partial(SglangLink, api_key=key)
-            engine = cls(
-                "the SGLang server", context, model, lambda session: LaunchedServer(session, how, make_link, start)
-            )
-            engine._resources, engine.api_key = stack.pop_all(), key
-        return engine
+    def _command(
+        cls, context: BackendContext, model: Path, devices: Sequence[str], *, api_key: str, shares_device: bool
+    ) -> Command:
+        return command(context, model, devices, api_key=api_key, shares_device=shares_device)
 
     @classmethod
-    def connect(cls, url: str, context: BackendContext) -> SglangEngine:
-        """Use a running server. Unless it serves the weights of another owner, it waits for those of this run."""
-        model, where = RunModel.of(context), f"the SGLang server at {url}"
-        key, limit_s = os.environ.get(SERVER_KEY, ""), context.config.rollout.server_timeout_s
+    def _link_to(cls, url: str, api_key: str, model: RunModel) -> SglangLink:
+        return SglangLink(url, api_key)
 
-        async def check(link: ServerLink, info: ServerInfo) -> None:
-            if context.owns_weights:
-                await link.resume()  # an earlier run may have left it paused
-            model.check_same(info, where)
-            if info.vocab_size is not None and (problem := other_model(context, info.vocab_size)) is not None:
-                raise ConfigError([f"rollout.servers: {url} serves {info.model}, {problem}"])
-
-        def make(session: RemoteSession) -> ConnectedServer:
-            session.weights.is_needed = context.owns_weights
-            return ConnectedServer(
-                session,
-                url,
-                lambda: SglangLink(url, key),
-                check,
-                limit_s=limit_s,
-                is_one_of_many=context.is_one_of_many,
-            )
-
-        return cls(where, context, model, make)
+    @classmethod
+    async def _check_server(
+        cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, url: str
+    ) -> None:
+        if info.vocab_size is not None and (problem := other_model(context, info.vocab_size)) is not None:
+            raise ConfigError([f"rollout.servers: {url} serves {info.model}, {problem}"])
 
     @classmethod
     def from_context(cls, context: BackendContext) -> SglangEngine:
@@ -119,15 +90,6 @@ class SglangEngine(RemoteEngine):
     @property
     def capabilities(self) -> Capabilities:
         return replace(super().capabilities, file_weights=chosen_transfer(self._config) != "collective")
-
-    def _check_run(self, context: BackendContext) -> None:
-        rollout = context.config.rollout
-        sampling = SamplingParams(
-            rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
-        )
-        if (problem := self._sampling_problem(sampling)) is not None:
-            raise ConfigError([f"{self._name}: {problem}"])
-        check_length(context, self._info.max_model_tokens)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         if sampling.temperature == 0 or not (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):

@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 from headwater.backends.remote.http import HttpCalls
 from headwater.backends.remote.link import Garbage, PauseMode, Sending, ServerInfo, StreamedTokens, read_spans
 from headwater.backends.remote.media import data_url
+from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
-from headwater.core.protocols import MemoryTag
 from headwater.core.randomness import derive_key
-from headwater.core.records import StopReason
+from headwater.core.response import StopReason
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSE_MODE: dict[PauseMode, str] = {"abort": "abort", "keep": "in_place", "wait": "in_place"}

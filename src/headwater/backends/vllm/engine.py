@@ -7,24 +7,23 @@ engine = VllmEngine.from_context(context)                           # vLLM in th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
-from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, check_length
-from headwater.backends.remote.engine import RemoteEngine, new_key, starter
+from headwater.backends import BACKENDS, BackendContext
+from headwater.backends.launch.child import Command
+from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel, model_folder
-from headwater.backends.remote.servers import ConnectedServer, LaunchedServer
-from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
 from headwater.config.traits import BackendTraits
+from headwater.core.capabilities import Capabilities
 from headwater.core.errors import ConfigError, RequestError
-from headwater.core.protocols import Capabilities
-from headwater.core.records import ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingParams
 from headwater.core.waits import named_wait
 
 _PROBE_LIMIT_S = 120.0
@@ -58,48 +57,25 @@ class VllmEngine(RemoteEngine):
     )
 
     @classmethod
-    def launch(cls, context: BackendContext, devices: Sequence[str]) -> VllmEngine:
-        """Start a server on ``devices``, and keep it alive."""
+    def _command(
+        cls, context: BackendContext, model: Path, devices: Sequence[str], *, api_key: str, shares_device: bool
+    ) -> Command:
         from headwater.backends.vllm.launch import command
 
-        model, key = RunModel.of(context), new_key()
-        check_length(context, model.max_tokens)
-        with ExitStack() as stack:
-            # A process that replaces the first one loads the folder again.
-            folder = stack.enter_context(model_folder(context))
-            start, is_shared = starter(context, devices)
-            how = command(context, folder, devices, api_key=key, shares_device=is_shared)
-            make_link = partial(VllmLink, api_key=key, reads_images=model.processor is not None)
-            engine = cls(
-                "the vLLM server", context, model, lambda session: LaunchedServer(session, how, make_link, start)
-            )
-            engine._resources, engine.api_key = stack.pop_all(), key
-        return engine
+        return command(context, model, devices, api_key=api_key, shares_device=shares_device)
 
     @classmethod
-    def connect(cls, url: str, context: BackendContext) -> VllmEngine:
-        """Use a running server. Unless it serves the weights of another owner, it waits for those of this run."""
-        model, where = RunModel.of(context), f"the vLLM server at {url}"
-        key, limit_s = os.environ.get(SERVER_KEY, ""), context.config.rollout.server_timeout_s
+    def _link_to(cls, url: str, api_key: str, model: RunModel) -> VllmLink:
+        return VllmLink(url, api_key, reads_images=model.processor is not None)
 
-        async def check(link: ServerLink, info: ServerInfo) -> None:
-            if context.owns_weights:
-                await link.resume()  # an earlier run may have left it paused
-                check_reload(info, model, where)
-            await check_model(link, model, info, where)
-
-        def make(session: RemoteSession) -> ConnectedServer:
-            session.weights.is_needed = context.owns_weights
-            return ConnectedServer(
-                session,
-                url,
-                lambda: VllmLink(url, key, reads_images=model.processor is not None),
-                check,
-                limit_s=limit_s,
-                is_one_of_many=context.is_one_of_many,
-            )
-
-        return cls(where, context, model, make)
+    @classmethod
+    async def _check_server(
+        cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, url: str
+    ) -> None:
+        where = f"the vLLM server at {url}"
+        if context.owns_weights:
+            check_reload(info, model, where)
+        await check_vocabulary(link, model, where)
 
     @classmethod
     def from_context(cls, context: BackendContext) -> VllmEngine:
@@ -112,20 +88,6 @@ class VllmEngine(RemoteEngine):
             engine = cls("vLLM", context, model, lambda session: InProcessServer(session, context, folder))
             engine._resources = stack.pop_all()
         return engine
-
-    def _check_run(self, context: BackendContext) -> None:
-        rollout = context.config.rollout
-        sampling = SamplingParams(
-            rollout.max_new_tokens,
-            rollout.temperature,
-            rollout.top_k,
-            rollout.top_p,
-            rollout.min_p,
-            rollout.min_new_tokens,
-        )
-        if (problem := self._sampling_problem(sampling)) is not None:
-            raise ConfigError([f"{self._name}: {problem}"])
-        check_length(context, self._info.max_model_tokens)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         return logprobs_problem(self._info.logprobs_mode, sampling)
@@ -159,9 +121,8 @@ def check_reload(info: ServerInfo, model: RunModel, where: str) -> None:
         )
 
 
-async def check_model(link: ServerLink, model: RunModel, info: ServerInfo, where: str) -> None:
-    """Raise if a running server serves another model than the run trains, as far as that shows."""
-    model.check_same(info, where)
+async def check_vocabulary(link: ServerLink, model: RunModel, where: str) -> None:
+    """Raise if the vocabulary of a running server shows that it serves another model than the run trains."""
     if not await _takes(link, model.vocab_size - 1):
         raise _other_vocabulary(where, "smaller", model.vocab_size)
     if await _takes(link, model.vocab_size):

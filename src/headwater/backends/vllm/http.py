@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from headwater.backends.remote.http import HttpCalls
 from headwater.backends.remote.link import PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.vllm.wire import dialect_of, read_event, write_request
+from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import ConfigError, RequestError, RolloutFailed
-from headwater.core.protocols import MemoryTag
 
 INSIDE = Path(__file__).parent / "inside"
 """What runs in the workers of vLLM."""

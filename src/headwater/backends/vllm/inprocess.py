@@ -17,8 +17,8 @@ from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import MEDIA_LIMITS, engine_settings, reads_images
 from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
+from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
-from headwater.core.protocols import MemoryTag
 from headwater.models.device import resolve_device
 
 

@@ -15,7 +15,7 @@ from headwater.backends.remote.link import Garbage, LinkLost, Sending, StreamedT
 from headwater.backends.remote.media import data_url
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.randomness import derive_key
-from headwater.core.records import StopReason
+from headwater.core.response import StopReason
 
 NO_LOGPROB = -9999.0
 """vLLM's value for a log-prob that is not a number, or that it did not compute."""

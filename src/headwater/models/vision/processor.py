@@ -7,16 +7,15 @@ without torchvision, because they also contain a video processor that needs it.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from headwater.chat.render import encode_rendered
+from headwater.core.byte_cache import ByteCache
 from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
 from headwater.models.vision.family import BlockShape, VisionFamily
 
@@ -40,7 +39,7 @@ class VisionProcessor:
         self.tokenizer = tokenizer
         self.family = family
         self.files = dict(files or {})
-        self._cache = InputCache(max_cache_bytes)
+        self._cache: ByteCache[str, dict[str, Tensor]] = ByteCache(max_cache_bytes, _num_bytes)
 
     @property
     def template(self) -> Any:
@@ -79,11 +78,7 @@ class VisionProcessor:
 
     def inputs(self, content: MediaContent) -> Mapping[str, Tensor]:
         """The tensors of one item, on the CPU, with the names that the model's forward pass gives them."""
-        found = self._cache.get(content.digest)
-        if found is None:
-            found = self.family.inputs(content)
-            self._cache.put(content.digest, found)
-        return found
+        return self._cache.get_or_load(content.digest, lambda: self.family.inputs(content))
 
     def model_inputs(self, tokens: Sequence[int], media: Media) -> dict[str, Tensor]:
         """What the forward pass and ``generate`` of the whole transformers model take for one sequence."""
@@ -139,40 +134,6 @@ class VisionProcessor:
                     f"the text has {num_places} placeholders {marks[kind]} for {num_contents} {kind}s; "
                     f"it must have one for each {kind}"
                 )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": InputCache(self._cache.max_bytes)}
-
-
-class InputCache:
-    """The tensors of the contents that were used last, up to a number of bytes. For use from several threads."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._entries: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = Lock()
-
-    def get(self, digest: str) -> dict[str, Tensor] | None:
-        with self._lock:
-            if digest not in self._entries:
-                return None
-            self._entries.move_to_end(digest)
-            return self._entries[digest]
-
-    def put(self, digest: str, inputs: dict[str, Tensor]) -> None:
-        with self._lock:
-            if digest in self._entries:
-                return
-            self._entries[digest] = inputs
-            self._num_bytes += _num_bytes(inputs)
-            while self._num_bytes > self.max_bytes:
-                _, oldest = self._entries.popitem(last=False)
-                self._num_bytes -= _num_bytes(oldest)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A lock cannot be pickled.
-        return InputCache, (self.max_bytes,)
 
 
 def _num_bytes(inputs: Mapping[str, Tensor]) -> int:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import threading
-from collections import OrderedDict
 from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
-from headwater.data.media import size_in_memory
+from headwater.data.media import MediaCache
 from headwater.data.pictures import import_pillow, open_picture
 from headwater.data.videos import MAX_FRAMES_PER_S, MIN_FRAMES_PER_S
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
@@ -29,40 +27,11 @@ UNKNOWN_MEDIA = "unknown_media"
 MAX_ITEMS = 1024
 """Images and videos of one request, and blocks of one of them."""
 MAX_FRAMES = 4096
-DEFAULT_STORE_BYTES = 512 * 2**20
+STORE_BYTES = 512 * 2**20
+"""How much of the contents that a server has seen it keeps."""
 
 _KINDS: tuple[MediaKind, ...] = ("image", "video")
 _MAX_KNOWN = 2**16
-
-
-class ReceivedMedia:
-    """The contents that a server has seen last, by digest. May be used by several threads."""
-
-    def __init__(self, max_bytes: int = DEFAULT_STORE_BYTES) -> None:
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, MediaContent] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, digest: str) -> MediaContent | None:
-        with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            return self._kept.get(digest)
-
-    def keep(self, content: MediaContent) -> MediaContent:
-        """Return the kept content with this digest, so that requests with equal pictures share their bytes."""
-        size = size_in_memory(content)
-        with self._lock:
-            if content.digest in self._kept:
-                self._kept.move_to_end(content.digest)
-                return self._kept[content.digest]
-            if size <= self._max_bytes:
-                self._kept[content.digest] = content
-                self._num_bytes += size
-                while self._num_bytes > self._max_bytes:
-                    self._num_bytes -= size_in_memory(self._kept.popitem(last=False)[1])
-        return content
 
 
 def write_media(media: Media, known: set[str] | None = None) -> list[dict[str, Any]]:
@@ -87,7 +56,7 @@ def write_media(media: Media, known: set[str] | None = None) -> list[dict[str, A
     return written
 
 
-def read_media(values: Any, num_tokens: int, store: ReceivedMedia | None) -> Media:
+def read_media(values: Any, num_tokens: int, store: MediaCache | None) -> Media:
     """The media of a request with ``num_tokens`` tokens. ``store`` is None if the engine takes only text."""
     if not values and values in (None, []):
         return ()
@@ -103,7 +72,7 @@ def read_media(values: Any, num_tokens: int, store: ReceivedMedia | None) -> Med
     return media
 
 
-def _read_item(value: Any, name: str, store: ReceivedMedia, pixels: PixelBudget) -> PlacedMedia:
+def _read_item(value: Any, name: str, store: MediaCache, pixels: PixelBudget) -> PlacedMedia:
     if not isinstance(value, dict):
         raise wrong(name, value, "must be an object with kind, digest, blocks and frames")
     fields = Fields(value, name)
@@ -132,7 +101,7 @@ def _read_item(value: Any, name: str, store: ReceivedMedia, pixels: PixelBudget)
     content = MediaContent.of(kind, _read_frames(frames, kind, f"{name}.frames", pixels), frames_per_s)
     if content.digest != digest:
         raise wrong(f"{name}.digest", digest, f"the frames have the digest {content.digest}; send them again")
-    return PlacedMedia(store.keep(content), blocks)
+    return PlacedMedia(store.put(digest, content), blocks)
 
 
 def _read_frames(values: Any, kind: str, name: str, pixels: PixelBudget) -> list[bytes]:

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headwater.core.records import GRAMMAR_KINDS, Delta, Grammar, ModelRequest, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta
+from headwater.core.sampling import GRAMMAR_KINDS, Grammar, SamplingParams
+from headwater.data.media import MediaCache
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_integers
-from headwater.serving.native.media import ReceivedMedia, read_media, write_media
+from headwater.serving.native.media import read_media, write_media
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import read_stops
 
@@ -28,7 +31,7 @@ def write_request(request: ModelRequest, known_media: set[str] | None = None) ->
     return {**written, "media": write_media(request.media, known_media)} if request.media else written
 
 
-def read_request(body: Mapping[str, Any], limits: ModelLimits, store: ReceivedMedia | None = None) -> ModelRequest:
+def read_request(body: Mapping[str, Any], limits: ModelLimits, store: MediaCache | None = None) -> ModelRequest:
     """``store`` has the contents that the server has seen; None if its engine takes only text."""
     fields = Fields(body)
     request_id = fields.text("request_id") or secrets.token_hex(8)

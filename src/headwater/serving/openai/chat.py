@@ -11,8 +11,8 @@ from headwater.chat.parsers import PARSERS, ToolCallParser
 from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, opens_reasoning, render_chat
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import MAX_TOP_LOGPROBS
+from headwater.core.sampling import MAX_TOP_LOGPROBS
+from headwater.core.tokenizer import Tokenizer
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.media import encode_media, is_media, take_media

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import MAX_TOP_LOGPROBS, Alternatives
+from headwater.core.response import Alternatives
+from headwater.core.sampling import MAX_TOP_LOGPROBS
+from headwater.core.tokenizer import Tokenizer
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, is_integer
 from headwater.serving.openai.plan import (

@@ -18,8 +18,8 @@ from typing import Any, Literal
 from headwater.chat.messages import Message
 from headwater.chat.parsers import CallFormat, CallStream, ToolCallParser
 from headwater.chat.reader import ArgumentText, CallBegun, CallEvent, ContentText
-from headwater.core.protocols import Tokenizer
-from headwater.core.records import Grammar
+from headwater.core.sampling import Grammar
+from headwater.core.tokenizer import Tokenizer
 from headwater.core.tool_calls import MalformedCall
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text

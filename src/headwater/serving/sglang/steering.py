@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headwater.core.protocols import UpdateMode
+from headwater.core.capabilities import UpdateMode
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, is_integer
 

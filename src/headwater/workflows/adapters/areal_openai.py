@@ -19,7 +19,8 @@ import torch
 
 from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.core.errors import HeadwaterError, InvalidTrajectory, RolloutFailed
-from headwater.core.records import ModelRequest, ModelResponse
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse
 from headwater.serving.errors import api_error
 from headwater.serving.openai.responses import completion_id
 from headwater.workflows.adapters.journal import Journal, current_journal

@@ -17,15 +17,11 @@ from typing import Any
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
 from headwater.core.media import Media, MediaContent
 from headwater.core.randomness import derive_key
-from headwater.core.records import (
-    NOT_SAMPLED,
-    ModelRequest,
-    ModelResponse,
-    SamplingParams,
-    Score,
-    StopReason,
-    Trajectory,
-)
+from headwater.core.request import ModelRequest
+from headwater.core.response import ModelResponse, StopReason
+from headwater.core.sampling import SamplingParams
+from headwater.core.score import Score
+from headwater.core.trajectory import NOT_SAMPLED, Trajectory
 from headwater.tools.session import ToolSession
 from headwater.workflows.adapters.pictures import Pictures
 from headwater.workflows.episode import Episode

@@ -17,7 +17,7 @@ from typing import Any
 from headwater.chat.render import encode_rendered, render_chat
 from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor, PlacedMedia
-from headwater.data.media import MediaCache, load_image, load_video
+from headwater.data.media import load_image, load_video, media_cache
 from headwater.data.message_media import load_message_media, take_message_media, with_digests
 from headwater.tools.results import is_picture
 from headwater.workflows.episode import WorkflowContext
@@ -31,7 +31,7 @@ class Pictures:
 
     def __init__(self, context: WorkflowContext) -> None:
         self._context = context
-        self._contents = MediaCache()
+        self._contents = media_cache()
         """By their pixels: a class that receives a picture of a row sends the same picture back."""
 
     @property
@@ -52,9 +52,9 @@ class Pictures:
         """A content as classes hold it: a Pillow image, or a list of these."""
         frames = content.images()
         if content.kind == "image":
-            self._contents.get(_key(frames[0]), lambda: content)
+            self._contents.put(_key(frames[0]), content)
             return frames[0]
-        self._contents.get(tuple(map(_key, frames)), lambda: content)
+        self._contents.put(tuple(map(_key, frames)), content)
         return frames
 
     def messages(self, messages: Sequence[Message], media: Media) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ class Pictures:
         if isinstance(value, MediaContent):
             return value
         if is_picture(value):
-            return self._contents.get(_key(value), lambda: load_image(value, where, None, settings))
+            return self._contents.get_or_load(_key(value), lambda: load_image(value, where, None, settings))
         return load_image(_with_scheme(value), where, None, settings)
 
     def _video(self, value: Any, where: str, settings: Any) -> MediaContent:
@@ -191,7 +191,9 @@ class Pictures:
             return value
         if isinstance(value, (list, tuple)) and value and all(map(is_picture, value)):
             frames = value
-            return self._contents.get(tuple(map(_key, frames)), lambda: load_video(frames, where, None, settings))
+            return self._contents.get_or_load(
+                tuple(map(_key, frames)), lambda: load_video(frames, where, None, settings)
+            )
         return load_video(value, where, None, settings)
 
 

@@ -21,12 +21,12 @@ from headwater.chat.messages import read_messages
 from headwater.chat.render import RESERVED_ARGUMENTS
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.core.records import Grammar, SamplingParams
+from headwater.core.sampling import Grammar, SamplingParams
 from headwater.data.media import MediaSettings
 from headwater.data.message_media import has_media, load_message_media
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
-from headwater.serving.media import MAX_ITEMS, is_media
+from headwater.serving.media import MAX_ITEMS, is_media, pixels_of_request
 from headwater.serving.openai.plan import Shape, read_shape
 from headwater.serving.openai.tools import ToolUse, for_template
 from headwater.serving.sampling import read_response_format, read_stops
@@ -118,7 +118,8 @@ def _messages(value: Any, media: MediaSettings | None) -> tuple[dict[str, Any], 
     if media is not None and has_media(messages):
         _check_count(messages)
         try:
-            loaded = load_message_media(messages, "messages", settings=media, may_read_files=False)
+            limited = replace(media, check=pixels_of_request())
+            loaded = load_message_media(messages, "messages", settings=limited, may_read_files=False)
         except DataError as error:
             raise ApiError(str(error), param="messages", code="bad_media") from error
     return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(loaded))

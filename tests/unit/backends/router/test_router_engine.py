@@ -24,9 +24,11 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
-from headwater.core.protocols import WeightUpdate
-from headwater.core.records import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
+from headwater.core.request import ModelRequest
+from headwater.core.response import Delta, ModelResponse
+from headwater.core.sampling import Grammar, SamplingParams
 from headwater.core.waits import open_waits
+from headwater.core.weights import WeightUpdate
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -1,0 +1,78 @@
+"""What an engine can do, and whether that is enough for a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headwater.core.errors import RequestError
+from headwater.core.request import ModelRequest
+from headwater.core.sampling import SamplingFeature
+
+MemoryTag = Literal["kv_cache", "weights"]
+"""What an engine can release from its device while it sleeps."""
+
+ALL_TAGS: tuple[MemoryTag, ...] = ("kv_cache", "weights")
+
+UpdateMode = Literal["interrupt", "in_flight", "drain"]
+"""What happens to running requests when the weights change."""
+
+ALL_UPDATE_MODES: tuple[UpdateMode, ...] = ("interrupt", "in_flight", "drain")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do. Callers read this before they rely on it."""
+
+    per_token_versions: bool = True
+    """Every token carries the policy version that produced it."""
+    seeded_sampling: bool = True
+    """``ModelRequest.rng_key`` alone decides the sampled tokens."""
+    resumable: bool = True
+    """``ModelRequest.given_tokens`` is supported."""
+    checksums: bool = True
+    """``weights_checksum`` covers every bit of the weights."""
+    adapters: bool = False
+    """The engine accepts LoRA adapters without the base weights."""
+    media: bool = False
+    """Requests may contain images, and videos unless ``videos`` is false."""
+    videos: bool = True
+    tools: bool = False
+    """The engine parses tool calls and ends a response with ``tool_calls``."""
+    streaming: bool = True
+    """``astream`` yields tokens as they are generated. Otherwise it yields the complete response once."""
+    rounds: bool = False
+    """The engine is a ``RoundEngine``."""
+    memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
+    """What ``sleep`` can release."""
+    discards_weights: bool = False
+    """The engine has ``discard_weights``: it releases its weights without a copy until the next update."""
+    update_modes: tuple[UpdateMode, ...] = ALL_UPDATE_MODES
+    """The modes that ``update_weights`` supports."""
+    dtype: str = "float32"
+    """The number type of the engine's weights, for example ``bfloat16``. Published weights are converted to it."""
+    direct_weights: bool = False
+    """The engine takes weights straight from the learner's ranks (``WeightUpdate.direct``)."""
+    file_weights: bool = False
+    """The engine reads weights from a file (``WeightUpdate.file``)."""
+    features: tuple[SamplingFeature, ...] = ()
+    """The settings of ``SamplingParams`` beyond the usual ones that requests may use (``SamplingParams.features``)."""
+
+
+def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
+    """Raise ``RequestError`` for settings that the engine does not have, and for media if it takes only text."""
+    if request.media and not capabilities.media:
+        raise RequestError(
+            f"request {request.request_id}: has images or videos, and this engine takes only text; use a vision model "
+            "and a backend that takes media, or remove them"
+        )
+    if not capabilities.videos and any(item.content.kind == "video" for item in request.media):
+        raise RequestError(
+            f"request {request.request_id}: has a video, and this engine takes only images; use the backend embedded"
+        )
+    missing = [name for name in request.sampling.features if name not in capabilities.features]
+    if missing:
+        raise RequestError(
+            f"request {request.request_id}: this engine does not support {', '.join(missing)}; "
+            "use the backend embedded, or remove these settings"
+        )

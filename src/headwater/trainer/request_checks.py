@@ -1,0 +1,73 @@
+"""Checks of the data and settings against an engine, before the first request."""
+
+from __future__ import annotations
+
+from headwater.config.schema import Config
+from headwater.core.capabilities import Capabilities
+from headwater.core.engine import EngineLimits, InferenceEngine
+from headwater.core.errors import ConfigError
+from headwater.core.prompt import Prompt
+from headwater.core.registry import is_path
+from headwater.data.load import PromptDataset
+
+_NUM_MEDIA_ROWS = 100
+"""How many rows are searched for images and videos before a run, if the engine cannot take them."""
+
+
+def check_media(config: Config, can: Capabilities, dataset: PromptDataset, key: str) -> None:
+    """Refuse rows with images or videos that nothing would show to the model. A workflow of the user may use them."""
+    if (can.media and can.videos) or is_path(config.rollout.workflow):
+        return
+    # Not only the first row: datasets may be mixed.
+    for number in range(min(len(dataset), _NUM_MEDIA_ROWS)):
+        _check_media_of(config, can, dataset[number], key)
+
+
+def _check_media_of(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
+    if prompt.media and not can.media:
+        raise ConfigError(
+            [
+                f"{key}: row {prompt.uid} has images or videos, which rollout.backend = {config.rollout.backend} "
+                f"cannot take with model.path = {config.model.path}; use a vision model and a backend that takes "
+                "images, such as embedded, remove them from the data (data.image_key, data.video_key), or set "
+                f"rollout.workflow = {config.rollout.workflow} to your own class, which uses them itself"
+            ]
+        )
+    if not can.videos and any(item.content.kind == "video" for item in prompt.media):
+        raise ConfigError(
+            [
+                f"{key}: row {prompt.uid} has a video, and rollout.backend = {config.rollout.backend} takes only "
+                "images; use rollout.backend=embedded, or give the frames as images"
+            ]
+        )
+
+
+def check_requests_fit(
+    num_new: int, limits: EngineLimits, longest_prompt: int, key: str, key_of_limit: str = "rollout.max_new_tokens"
+) -> None:
+    """``longest_prompt`` is the number of tokens of the longest prompt of ``key``, data.train or data.eval, and
+    ``num_new`` that of the longest response, which ``key_of_limit`` sets."""
+    room = limits.max_request_tokens
+    if longest_prompt + num_new <= room:
+        return
+    prompts = f"data.max_prompt_tokens to {room - num_new}" if room > num_new else ""
+    responses = f"{key_of_limit} to {room - longest_prompt}" if room > longest_prompt else ""
+    both = f"both data.max_prompt_tokens and {key_of_limit}"
+    lower = " or ".join(each for each in (prompts, responses) if each) or both
+    raise ConfigError(
+        [
+            f"{key_of_limit} = {num_new}: with the longest prompt of {key} ({longest_prompt} tokens) a request "
+            f"needs {longest_prompt + num_new} tokens, and the engine's KV cache has room for {room}; raise "
+            f"engine.kv_cache_gib or engine.memory_fraction, or lower {lower}"
+        ]
+    )
+
+
+def check_stop_tokens(config: Config, engine: InferenceEngine) -> None:
+    """Refuse stop tokens that the model does not have. Otherwise a run would find out at its first rollout."""
+    size = engine.limits.vocab_size
+    wrong = [token for token in config.rollout.stop_token_ids if token >= size]
+    if wrong:
+        raise ConfigError(
+            [f"rollout.stop_token_ids: {wrong[0]} is not in the vocabulary of the model, 0..{size - 1}; remove it"]
+        )
