@@ -8,7 +8,6 @@ import io
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import pytest
