@@ -10,10 +10,10 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # A busy machine must not fail a property test.
-settings.register_profile("headwater", deadline=None)
+settings.register_profile("headwater", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headwater")
 
 # Test helpers are importable by their path below tests/unit, for example ``algorithms.oracle``.

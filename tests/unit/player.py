@@ -35,11 +35,11 @@ def serving(*routes: web.RouteDef) -> Iterator[str]:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(300)
     try:
         yield urls[0]
     finally:
-        asyncio.run_coroutine_threadsafe(end(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(end(), loop).result(300)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(300)
         loop.close()

@@ -406,13 +406,15 @@ class EngineLoop:
 
     def _refuse(self, lanes: Iterable[int], error: Exception) -> None:
         """Fail requests whose tokens are not samples of any policy, for example because the logits were NaN."""
-        scheduler, rows = self.scheduler, []
+        scheduler, rows, refused = self.scheduler, [], []
         for lane in lanes:
             sequence = scheduler.lanes.sequence[lane]
             assert sequence is not None
             rows.append(scheduler.end(lane, may_go_on=False))
-            self._end_with(sequence, error)
+            refused.append(sequence)
         self.runner.rows.kill(rows)
+        for sequence in refused:  # last: a caller that hears of its end finds its row free
+            self._end_with(sequence, error)
 
     def _refuse_media(self, failed: MediaFailed) -> None:
         """Fail the requests whose media cannot be computed. All others begin again, because their batch is lost."""

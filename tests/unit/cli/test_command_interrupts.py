@@ -58,14 +58,14 @@ def test_an_interrupt_within_an_import_comes_after_it(library, handled):
 
     def work() -> None:
         seen.append(library())
-        time.sleep(60)  # one system call, which the signal must end
+        time.sleep(600)  # one system call, which the signal must end
         seen.append("the interrupt is lost")
 
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt), handled():
         work()
     assert seen == [True]
-    assert time.monotonic() - started < 60, "the system call ended by itself"
+    assert time.monotonic() - started < 600, "the system call ended by itself"
 
 
 def test_an_interrupt_that_was_put_off_is_not_lost_at_the_end(library):

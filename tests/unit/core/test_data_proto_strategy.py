@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from headwater.core.data_proto import DataProto
 
-QUICK = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 MAX_ROWS = 7
 DTYPES = (torch.float32, torch.int64, torch.bool)

@@ -137,7 +137,7 @@ class Client:
         self.port = port
 
     def raw(self, path: str, headers=None, method: str = "GET"):
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         connection.request(method, path, headers=headers or {})
         reply = connection.getresponse()
         body = reply.read()
@@ -157,7 +157,7 @@ class Client:
 
     def indexed(self, path: str, **given):
         """The answer once the index is ready."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while (answer := self.get(path, **given))["index"]["state"] != "ready":
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -182,12 +182,12 @@ def served(path: Path, token: str = "", assets: Assets | None = None):
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(main()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(300)
     try:
         yield Client(port)
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(300)
         loop.close()
 
 

@@ -101,8 +101,9 @@ def test_every_curve_of_the_engine_that_is_drawn_is_sent(tmp_path):
         assert {key for key in documented if key.startswith("engine/")} <= set(drawn)
 
 
-def test_the_state_of_running_servers():
+def test_the_state_of_running_servers(monkeypatch):
     """A server that answers as ``headwater serve`` does, and one that is not there."""
+    monkeypatch.setattr("headwater.dashboard.servers._LIMIT_S", 60.0)
 
     async def check() -> None:
         app = web.Application()

@@ -164,7 +164,7 @@ def test_remote_files_are_cached(tmp_path, monkeypatch, tokenizer):
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(300)
     fsspec.filesystem("http").clear_instance_cache()
     assert len(load(tokenizer, {"train": [url]})) == 3  # the server is gone: the copy is used
 

@@ -216,6 +216,14 @@ def run(scenario: Any) -> Any:
     return asyncio.run(asyncio.wait_for(scenario, LIMIT_S))
 
 
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
 async def collect(stream: AsyncIterator[Delta]) -> list[Delta]:
     return [delta async for delta in stream]
 
@@ -379,6 +387,29 @@ def stepped(model: Any = None, *, gpu_like: bool = False, **settings: Any) -> It
             yield slow
         finally:
             slow.close()
+
+
+class Held:
+    """Stops the engine's loop before its ``at``-th round of decoding, until ``go_on``. No request ends meanwhile."""
+
+    def __init__(self, engine: Engine, at: int = 2) -> None:
+        decode, self._num_left = engine._runner.decode, at
+        self._is_held, self._may_go_on = threading.Event(), threading.Event()
+
+        def held(*arguments: Any) -> Any:
+            self._num_left -= 1
+            if self._num_left == 0:
+                self._is_held.set()
+                assert self._may_go_on.wait(LIMIT_S), "the test has forgotten to call go_on"
+            return decode(*arguments)
+
+        engine._runner.decode = held  # type: ignore[method-assign]
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self._is_held.wait, LIMIT_S), "the engine does not generate"
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
 
 
 def assert_nothing_is_held(engine: Engine) -> None:

@@ -7,10 +7,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from engine.engine_parts import (
     LIMIT_S,
+    Held,
     assert_nothing_is_held,
     assert_same,
     collect,
@@ -21,12 +23,13 @@ from engine.engine_parts import (
     stepped,
     texts,
     tokens_of,
+    until,
     weights,
 )
 from tiny import tokenizer
 
 from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
-from headwater.engine import loop as engine_loop
+from headwater.engine import throughput
 from headwater.engine.throughput import Throughput
 
 LONG = request(tokens_of(9), 1, "long", max_new_tokens=100)
@@ -73,6 +76,7 @@ def test_a_request_that_comes_while_paused_waits():
     async def scenario(engine):
         engine.pause()
         waiting = asyncio.ensure_future(engine.agenerate(LONG))
+        await asyncio.to_thread(until, lambda: engine.metrics().num_waiting == 1, "the request does not arrive")
         await asyncio.sleep(0.1)
         assert not waiting.done()
         assert engine.metrics().num_waiting == 1
@@ -179,20 +183,16 @@ def test_abort_all_ends_what_runs_and_what_waits():
 # Callers that go away
 
 
-def until(condition, what):
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
-
-
 def test_a_cancelled_caller_frees_the_pages_of_its_request():
     async def scenario(engine):
+        held = Held(engine)
         task = asyncio.ensure_future(engine.agenerate(request(tokens_of(9), max_new_tokens=240)))
-        await asyncio.to_thread(until, lambda: engine.metrics().num_running, "the request does not start")
+        await held.wait()
+        assert engine.metrics().num_running == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        held.go_on()
 
     with running() as engine:
         run(scenario(engine))
@@ -203,9 +203,11 @@ def test_a_cancelled_caller_frees_the_pages_of_its_request():
 
 def test_a_stream_that_is_closed_early_frees_the_pages_of_its_request():
     async def scenario(engine):
+        held = Held(engine, at=5)
         stream = engine.astream(request(tokens_of(9), max_new_tokens=240))
         first = await anext(stream)
         await stream.aclose()
+        held.go_on()
         return first
 
     with running(decode_steps=1) as engine:
@@ -217,9 +219,12 @@ def test_a_stream_that_is_closed_early_frees_the_pages_of_its_request():
 
 def test_two_requests_of_one_name_are_two_requests_when_a_caller_goes_away():
     async def scenario(engine):
+        held = Held(engine)
         tasks = [asyncio.ensure_future(engine.agenerate(LONG)) for _ in range(2)]
-        await asyncio.to_thread(until, lambda: engine.metrics().num_running, "the request does not start")
+        await held.wait()
         tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        held.go_on()
         return await tasks[1]
 
     with running() as engine:
@@ -526,7 +531,7 @@ def test_closing_answers_an_update_that_waits_for_a_drain():
         assert not update.done()
         slow.let_go()
         slow.engine.close()
-        update.exception(5)
+        update.exception(LIMIT_S)
 
 
 def test_no_request_is_forgotten_however_it_races_with_closing():
@@ -636,7 +641,8 @@ def test_metrics_can_be_read_at_any_time_from_any_thread():
     assert not failures
 
 
-def test_metrics_count_what_happened():
+def test_metrics_count_what_happened(monkeypatch):
+    monkeypatch.setattr(throughput, "_WINDOW_S", LIMIT_S)  # however long the machine takes until they are read
     with running() as engine:
         responses = engine.generate([request(tokens_of(20), key) for key in range(3)])
         engine.update_weights(weights(1, 4)).result(LIMIT_S)
@@ -651,22 +657,22 @@ def test_metrics_count_what_happened():
 
 def test_throughput_is_over_the_window_and_not_over_the_first_moment(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(engine_loop.time, "monotonic", lambda: clock[0])
-    throughput = Throughput()
-    assert throughput.per_second() == 0
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    counted = Throughput()
+    assert counted.per_second() == 0
     clock[0] += 2
-    throughput.add(1000)
-    assert throughput.per_second() == 500, "two seconds old"
+    counted.add(1000)
+    assert counted.per_second() == 500, "two seconds old"
     clock[0] += 100
-    assert throughput.per_second() == 0
-    throughput.add(1000)
-    assert throughput.per_second() == 200, "five seconds of which it was idle for most"
+    assert counted.per_second() == 0
+    counted.add(1000)
+    assert counted.per_second() == 200, "five seconds of which it was idle for most"
     clock[0] += 4
-    throughput.add(500)
-    assert throughput.per_second() == 300
+    counted.add(500)
+    assert counted.per_second() == 300
     clock[0] += 2
-    assert throughput.per_second() == 100, "the first thousand is forgotten"
-    assert throughput.total == 2500
+    assert counted.per_second() == 100, "the first thousand is forgotten"
+    assert counted.total == 2500
 
 
 def test_many_engines_in_one_process_do_not_disturb_each_other(whole):

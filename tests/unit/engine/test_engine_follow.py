@@ -9,7 +9,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases import case
-from engine.engine_parts import LIMIT_S, assert_nothing_is_held, like_a_gpu, request, run, running, tokens_of, weights
+from engine.engine_parts import (
+    LIMIT_S,
+    Held,
+    assert_nothing_is_held,
+    like_a_gpu,
+    request,
+    run,
+    running,
+    tokens_of,
+    weights,
+)
 from tiny import tokenizer
 
 from headwater.core.errors import RequestError, RolloutFailed
@@ -76,12 +86,16 @@ def test_what_is_passed_on_is_the_response(settings):
 
     async def scenario(engine, asked):
         sink, sequences = Sink(), {}
-        follower = engine.follow(sink)
+        follower, held = engine.follow(sink), Held(engine, at=7)
+        engine.pause()  # so that all begin together
         for number, each in enumerate(asked):
             follower.enter(number, each)
         sequences.update(follower._open)
+        engine.resume()
         await sink.until(lambda sink: sink.num_rounds > 3)
-        await asyncio.to_thread(engine.update_weights(weights(1, 7), "interrupt").result, LIMIT_S)
+        updated = engine.update_weights(weights(1, 7), "interrupt")
+        held.go_on()
+        await asyncio.to_thread(updated.result, LIMIT_S)
         await sink.until(lambda sink: len(sink.ends) == len(asked))
         for number, each in enumerate(asked):
             with case(each.request_id):
@@ -107,6 +121,7 @@ def test_leaving_aborting_and_failing_end_a_request_once():
     async def scenario(engine):
         sink, other = Sink(), Sink()
         follower, followed = engine.follow(sink), engine.follow(other)
+        held = Held(engine, at=9)
         long = [request(tokens_of(5), key, f"r{key}", max_new_tokens=200) for key in range(4)]
         for number, each in enumerate(long[:3]):
             follower.enter(number, each)
@@ -114,19 +129,23 @@ def test_leaving_aborting_and_failing_end_a_request_once():
         with pytest.raises(RequestError, match="exceed"):
             follower.enter(9, request(tokens_of(5), max_new_tokens=10_000))
         await sink.until(lambda sink: len(sink.output) == 3)
+        await other.until(lambda sink: sink.output)
+        await held.wait()
         follower.leave(0)
         follower.leave(0)
         follower.leave(77)
-        assert await asyncio.to_thread(engine.abort, "r1") == 1
-        await sink.until(lambda sink: len(sink.ends) == 2)
-        assert sink.ends == {0: "abort", 1: "abort"}
+        aborting = asyncio.ensure_future(asyncio.to_thread(engine.abort, "r1"))
+        await sink.until(lambda _: engine._loop._inbox)
 
         def fail(*_):
             raise ValueError("the device is gone")
 
-        engine._runner.decode = fail
-        await sink.until(lambda sink: 2 in sink.ends)
+        engine._runner.decode = fail  # from the round after the one that is held
+        held.go_on()
+        assert await aborting == 1
+        await sink.until(lambda sink: len(sink.ends) == 3)
         await other.until(lambda sink: 0 in sink.ends)
+        assert sink.ends == {0: "abort", 1: "abort", 2: "failed"}
         assert "the device is gone" in str(sink.errors[2])
         assert set(other.output) == {0}, "each caller gets its own requests"
         with pytest.raises(RolloutFailed, match="the device is gone"):

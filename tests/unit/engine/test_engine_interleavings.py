@@ -16,6 +16,7 @@ from engine.engine_parts import (
     running,
     stepped,
     tokens_of,
+    until,
     weights,
 )
 from engine.play import MODES, TAGS, Play, check
@@ -178,4 +179,5 @@ def test_nothing_is_lost_when_everyone_calls_at_once(steps, random):
         assert not failures
         for asked, response in responses:
             assert response.stop_reason != "length" or len(response.output_tokens) == asked.sampling.max_new_tokens
+        until(lambda: not engine._intake.num_open, "an abandoned request goes on")
         assert_nothing_is_held(engine)

@@ -8,13 +8,12 @@ import io
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from cases import case
-from engine.engine_parts import assert_nothing_is_held, collect, run
+from engine.engine_parts import LIMIT_S, assert_nothing_is_held, collect, run, until
 from engine.engine_parts import running as running_text
 from engine.vision_parts import asking, make_model, picture, processor_of, running
 from PIL import Image
@@ -116,7 +115,7 @@ def test_requests_whose_pictures_are_being_read_can_be_aborted_and_left(monkeypa
 
     def slow(reader, content):
         is_reading.set()
-        go_on.wait(60)
+        go_on.wait(LIMIT_S)
         return read(reader, content)
 
     monkeypatch.setattr(MediaReader, "_read", slow)
@@ -129,17 +128,18 @@ def test_requests_whose_pictures_are_being_read_can_be_aborted_and_left(monkeypa
 
         answers: dict[str, object] = {}
         ask("aborted")
-        assert is_reading.wait(60)
+        assert is_reading.wait(LIMIT_S)
+        until(lambda: engine.metrics().num_waiting == 1, "the request does not arrive")
         assert len(engine.generate([asking(NAME, [])])[0].output_tokens) == 8
         assert engine.metrics().num_waiting == 1
         assert engine.abort(GOOD.request_id) == 1
-        futures["aborted"].join(60)
+        futures["aborted"].join(LIMIT_S)
         assert answers["aborted"].stop_reason == "abort"
         ask("paused")
         engine.pause()
         go_on.set()
         engine.resume()
-        futures["paused"].join(60)
+        futures["paused"].join(LIMIT_S)
         assert len(answers["paused"].output_tokens) == 8
         assert_nothing_is_held(engine)
 
@@ -193,11 +193,7 @@ def test_files_of_pictures_are_not_kept(engine):
     content = MediaContent.of("image", [File(picture(41).frames[0])])
     engine.generate([with_content(content)])
     del content
-    deadline = time.monotonic() + 10
-    while not gone and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    assert gone
+    until(lambda: gone or gc.collect() < 0, "the file is kept")
 
 
 def test_tensors_of_a_picture_are_made_once_for_its_turn(monkeypatch):
@@ -246,7 +242,7 @@ def test_a_picture_that_is_too_much_for_the_tower_fails_its_requests_alone(score
 def test_no_request_is_lost_if_one_cannot_enter_after_it_was_read(monkeypatch):
     go_on, errors = threading.Event(), {}
     read = MediaReader._read
-    monkeypatch.setattr(MediaReader, "_read", lambda *given: go_on.wait(60) and read(*given))
+    monkeypatch.setattr(MediaReader, "_read", lambda *given: go_on.wait(LIMIT_S) and read(*given))
     with running(NAME) as engine:
 
         def ask(key):
@@ -261,12 +257,11 @@ def test_no_request_is_lost_if_one_cannot_enter_after_it_was_read(monkeypatch):
         callers = [threading.Thread(target=ask, args=[key], daemon=True) for key in range(3)]
         for each in callers:
             each.start()
-        while engine.metrics().num_waiting < len(callers):
-            time.sleep(0.001)
+        until(lambda: engine.metrics().num_waiting == len(callers), "the requests do not arrive")
         monkeypatch.setattr(engine._loop, "_enter", enter)
         go_on.set()
         for each in callers:
-            each.join(20)
+            each.join(LIMIT_S)
         assert sorted(errors) == [0, 1, 2]
         assert all("not today" in each for each in errors.values())
 
@@ -278,7 +273,7 @@ def test_callers_that_wait_for_pictures_do_not_outlive_the_reader(monkeypatch):
 
     def slow(reader, content):
         begun.release()
-        go_on.wait(60)
+        go_on.wait(LIMIT_S)
         read(reader, content)
 
     monkeypatch.setattr(MediaReader, "_read", slow)
@@ -296,16 +291,13 @@ def test_callers_that_wait_for_pictures_do_not_outlive_the_reader(monkeypatch):
     for each in callers:
         each.start()
     for _ in range(num_threads):
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=LIMIT_S)
     reader.close()
-    for _ in range(200):
-        if len(errors) == 2:
-            break
-        time.sleep(0.05)
+    until(lambda: len(errors) == 2, "the others wait for ever")
     assert errors == ["request 1 pictures/0: the engine is closed"] * 2
     go_on.set()
     for each in callers:
-        each.join(20)
+        each.join(LIMIT_S)
         assert not each.is_alive()
     with pytest.raises(RolloutFailed, match="the engine is closed"):
         reader.read(GOOD)

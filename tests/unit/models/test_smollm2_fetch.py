@@ -153,10 +153,10 @@ def test_a_second_fetch_waits_for_the_first(present: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         second = threading.Thread(target=fetch_smollm2, kwargs={"progress": progress})
         second.start()
-        assert waiting.wait(timeout=30)
+        assert waiting.wait(timeout=300)
         assert second.is_alive()
         assert messages == ["waiting for another process that is fetching the model"]
-    second.join(timeout=30)
+    second.join(timeout=300)
     assert messages[1:] == [f"already fetched and complete: {present}"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from log import own_records
 
 from headwater.core.errors import RunError
 from headwater.observe.run_directory import RunDirectory
@@ -74,7 +75,7 @@ def test_bytes_and_lines_of_others_are_skipped_and_named_once(tmp_path, caplog):
     assert run.last_metrics(1000) == run.read_metrics()
     run.last_metrics(1000)[0]["step"] = -1  # a caller may change its copy
     assert run.last_metrics(1000) == run.read_metrics()
-    (message,) = (each.getMessage() for each in caplog.records)
+    (message,) = (each.getMessage() for each in own_records(caplog))
     assert message.startswith(f"{run.metrics_file}: skipped lines 2, 5, 8, 11, 14, ...: ")
 
 

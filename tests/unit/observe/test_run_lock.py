@@ -96,10 +96,19 @@ def test_a_holder_on_another_machine_is_respected_while_it_gives_signs_of_life(r
             assert time.monotonic() < deadline, "the holder does not touch the file"
             time.sleep(0.01)
     run.lock_file.write_text(json.dumps(ELSEWHERE))
-    touching = threading.Timer(0.2, run.lock_file.touch)
+    is_refused = threading.Event()
+
+    def touch() -> None:
+        while not is_refused.wait(0.05):
+            run.lock_file.touch()
+
+    touching = threading.Thread(target=touch)
     touching.start()
-    assert "another process writes this run: process 7 on node7 (since " in refused(run)
-    touching.join()
+    try:
+        assert "another process writes this run: process 7 on node7 (since " in refused(run)
+    finally:
+        is_refused.set()
+        touching.join()
     with RunLock(run.lock_file, silent_s=1.0):  # it does not touch the file any more
         assert json.loads(run.lock_file.read_text())["pid"] == os.getpid()
     assert not list(run.path.glob(".*")), "nothing is left behind"

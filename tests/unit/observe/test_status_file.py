@@ -60,7 +60,7 @@ def test_open_waits_are_in_it_with_and_without_a_limit(tmp_path):
         with condition:
             wait_until(condition, lambda: go, lambda: f"limit {limit}", kind="status-test", hard_limit_s=limit)
 
-    threads = [threading.Thread(target=work, args=(limit,), name=f"wait {limit}") for limit in (30.0, math.inf)]
+    threads = [threading.Thread(target=work, args=(limit,), name=f"wait {limit}") for limit in (3000.0, math.inf)]
     for thread in threads:
         thread.start()
     with StatusFile(path, lambda: {}, every_s=0.01):
@@ -75,7 +75,7 @@ def test_open_waits_are_in_it_with_and_without_a_limit(tmp_path):
         for thread in threads:
             thread.join()
     assert sorted((w.description, w.hard_limit_s, w.thread_name) for w in waits) == [
-        ("limit 30.0", 30.0, "wait 30.0"), ("limit inf", math.inf, "wait inf"),
+        ("limit 3000.0", 3000.0, "wait 3000.0"), ("limit inf", math.inf, "wait inf"),
     ]  # fmt: skip
     assert "Infinity" not in path.read_text()
 

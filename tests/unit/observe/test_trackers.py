@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from patience import long_enough
 from rich.console import Console
 
 from headwater.config.load import load_config
@@ -49,7 +50,7 @@ class Own:
 
     def log(self, step, metrics):
         if self.problem == "hang":
-            self.may_end.wait(60)
+            self.may_end.wait(600)
         if self.problem == "log" and step == 1:
             raise SystemExit("gone")
         self.calls.append((step, metrics))
@@ -83,20 +84,25 @@ def test_a_tracker_that_fails_is_warned_about_once_and_named_at_the_end(tmp_path
 
 def test_a_tracker_that_hangs_delays_neither_the_run_nor_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(package, "_MOST_WAITING", 3)
-    slow, good = Own(problem="hang"), Own()
-    made = Trackers({"slow": slow, "good": good})
-    made.start({"run": {"stop": ("a", "b")}}, "small", project="sums", folder=tmp_path)
-    began = time.monotonic()
-    for step in range(20):
-        made.log(step, {})
-        if step % 3 == 0:
-            _eventually(lambda step=step: len(good.calls) == step + 2)
-    assert time.monotonic() - began < 30, "no call waited for it"
-    (problem,) = made.finish(limit_s=0.2)
-    slow.may_end.set()
-    assert problem.startswith("tracker slow: did not end within 0 s")
-    assert "records were lost; the first cause: is too slow" in problem
-    assert len(good.calls) == 22
+
+    def check(limit_s: float) -> None:
+        slow, good = Own(problem="hang"), Own()
+        made = Trackers({"slow": slow, "good": good})
+        made.start({"run": {"stop": ("a", "b")}}, "small", project="sums", folder=tmp_path)
+        try:
+            for step in range(20):
+                made.log(step, {})
+                if step % 3 == 0:
+                    _eventually(lambda step=step: len(good.calls) == step + 2)
+            assert len(slow.calls) <= 1, "no call waited for it"
+            (problem,) = made.finish(limit_s=limit_s)
+        finally:
+            slow.may_end.set()
+        assert problem.startswith(f"tracker slow: did not end within {limit_s:.0f} s")
+        assert "records were lost; the first cause: is too slow" in problem
+        assert len(good.calls) == 22
+
+    long_enough(check, 0.2, 10.0)
 
 
 def _eventually(holds) -> None:

@@ -66,7 +66,7 @@ def test_the_clock_jumps_and_a_wait_has_a_limit():
         assert tasks.loop.time() == pytest.approx(3601)
         with pytest.raises(WaitTimeout, match="a miracle: not finished after 500 simulated seconds"):
             tasks.wait(None, lambda: False, lambda: "a miracle", kind="test", hard_limit_s=500)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 600
 
 
 def test_a_server_decodes_all_sequences_together():

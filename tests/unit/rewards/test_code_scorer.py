@@ -139,7 +139,7 @@ class Solution:
 
 
 def test_how_programs_end():
-    asserts = ["assert f(1) == 1"]
+    asserts, short = ["assert f(1) == 1"], {"test_timeout_s": 1.0}
     for program, verdict, detail in [
         ("while True:\n    pass", "timed_out", "1 s"),
         ("raise ValueError('no')", "error", "ValueError: no"),
@@ -147,7 +147,7 @@ def test_how_programs_end():
         ("def f(x) return x", "error", "SyntaxError"),
         ("", "wrong", "the output differs"),
     ]:
-        result = run(program, DOUBLE, test_timeout_s=1.0)
+        result = run(program, DOUBLE, **(short if verdict == "timed_out" else {}))
         assert (result["score"], result["verdict"]) == (0.0, verdict), (program, result)
         assert detail in result["detail"]
     memory = "x = []\nwhile True:\n    x.append(bytearray(10**8))"
@@ -160,7 +160,7 @@ def test_how_programs_end():
         ("def f(x) return x", "error", "SyntaxError"),
         ("", "error", "NameError"),
     ]:
-        result = run(program, asserts, test_timeout_s=1.0)
+        result = run(program, asserts, **(short if verdict == "timed_out" else {}))
         assert (result["score"], result["verdict"]) == (0.0, verdict), (program, result)
         assert detail in result["detail"]
     slow = "import time\ntime.sleep(0.4)\nprint(int(input()) * 2)"

@@ -16,6 +16,7 @@ import pytest
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import long_enough
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut
@@ -47,8 +48,10 @@ def act(solution_str, ground_truth):
         os.kill(os.getpid(), 9)
     if what == "unsendable":
         return {"score": 1.0, "made": lambda: 0}
-    if what == "sleep":
-        time.sleep(float(argument))
+    if what == "meet":  # three calls end when all of them run
+        open(f"{argument}/{os.getpid()}", "w").close()
+        while len(os.listdir(argument)) < 3:
+            time.sleep(0.01)
     return {"score": 1.0, "pid": os.getpid(), "torch": "torch" in sys.modules, "nice": os.nice(0)}
 
 async def aact(solution_str):
@@ -100,7 +103,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, limit_s: float = 60.0) -> None:
+def wait_until(condition, limit_s: float = 120.0) -> None:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < limit_s, "the condition did not become true"
@@ -131,11 +134,11 @@ def test_many_short_calls_share_one_light_worker(functions):
     assert scores[0].info["nice"] > os.nice(0)
 
 
-def test_more_workers_start_only_if_there_is_work_for_them(functions):
+def test_more_workers_start_only_if_there_is_work_for_them(functions, tmp_path):
     with manager_of(functions, workers=3) as manager:
         asyncio.run(outcomes(manager, ["ok"]))
         assert len(manager._plain_pool.pids) == 1
-        asyncio.run(outcomes(manager, ["sleep 1"] * 3))
+        asyncio.run(outcomes(manager, [f"meet {tmp_path}"] * 3))
         assert len(manager._plain_pool.pids) == 3
 
 
@@ -164,23 +167,29 @@ def test_only_the_call_that_ends_its_worker_fails(functions):
 
 
 def test_the_right_call_is_blamed_in_a_batch_whose_results_travel_together(functions):
-    with manager_of(functions, timeout_s=1.0) as manager:
-        asyncio.run(outcomes(manager, ["ok"] * 100))  # the pool knows that calls are short
-        for what, error in (("exit", RewardFailed), ("hang", RewardTimedOut)):
-            made = asyncio.run(outcomes(manager, [*["ok"] * 20, what, *["ok"] * 20]))
-            assert [type(each) for each in made] == [*[Score] * 20, error, *[Score] * 20]
+    def check(limit_s: float) -> None:
+        with manager_of(functions, timeout_s=limit_s) as manager:
+            asyncio.run(outcomes(manager, ["ok"] * 100))  # the pool knows that calls are short
+            for what, error in (("exit", RewardFailed), ("hang", RewardTimedOut)):
+                made = asyncio.run(outcomes(manager, [*["ok"] * 20, what, *["ok"] * 20]))
+                assert [type(each) for each in made] == [*[Score] * 20, error, *[Score] * 20]
+
+    long_enough(check, 1.0, 10.0)
 
 
 def test_a_time_out_kills_the_worker_and_everything_it_started(functions, tmp_path):
-    child_file = tmp_path / "child"
-    texts = [f"hang_with_child {child_file}", "hang", "ok", "ok"]
-    with manager_of(functions, timeout_s=0.5) as manager:
-        made = asyncio.run(outcomes(manager, texts))
-        children = [int(each) for each in child_file.read_text().split()]
-        assert len(children) == 2  # one in the group of the worker, one in a separate group
-        wait_until(lambda: not any(map(is_running, children)))
-    assert [type(each) for each in made] == [RewardTimedOut, RewardTimedOut, Score, Score]
-    assert made[2].info["pid"] == made[3].info["pid"]
+    def check(limit_s: float) -> None:
+        child_file = tmp_path / f"child {limit_s}"
+        texts = [f"hang_with_child {child_file}", "hang", "ok", "ok"]
+        with manager_of(functions, timeout_s=limit_s) as manager:
+            made = asyncio.run(outcomes(manager, texts))
+            children = [int(each) for each in child_file.read_text().split()]
+            assert len(children) == 2  # one in the group of the worker, one in a separate group
+            wait_until(lambda: not any(map(is_running, children)))
+        assert [type(each) for each in made] == [RewardTimedOut, RewardTimedOut, Score, Score]
+        assert made[2].info["pid"] == made[3].info["pid"]
+
+    long_enough(check, 0.5, 10.0)
 
 
 def test_retries_are_counted_and_may_succeed(functions, tmp_path):
@@ -203,23 +212,30 @@ def test_retries_are_counted_and_may_succeed(functions, tmp_path):
 
 
 def test_async_functions_run_together_in_one_worker(functions):
-    with manager_of(functions, "aact", timeout_s=0.6, max_concurrent=8) as manager:
-        made = asyncio.run(outcomes(manager, ["ok", "hang", "raise", *["ok"] * 20]))
-    assert type(made[1]) is RewardTimedOut
-    assert "raised ValueError: no" in str(made[2])
-    scores = [each for each in made if isinstance(each, Score)]
-    assert len(scores) == 21
-    assert len({score.info["pid"] for score in scores} - {os.getpid()}) == 1
-    assert 2 < max(score.info["running"] for score in scores) <= 9  # and the task that serves
+    def check(limit_s: float) -> None:
+        with manager_of(functions, "aact", timeout_s=limit_s, max_concurrent=8) as manager:
+            made = asyncio.run(outcomes(manager, ["ok", "hang", "raise", *["ok"] * 20]))
+        assert type(made[1]) is RewardTimedOut
+        assert "raised ValueError: no" in str(made[2])
+        scores = [each for each in made if isinstance(each, Score)]
+        assert len(scores) == 21
+        assert len({score.info["pid"] for score in scores} - {os.getpid()}) == 1
+        assert 2 < max(score.info["running"] for score in scores) <= 9  # and the task that serves
+
+    long_enough(check, 0.6, 10.0)
 
 
 def test_an_async_function_that_blocks_its_event_loop_is_killed(functions, monkeypatch):
     monkeypatch.setattr("headwater.rewards.pool._CANCEL_LIMIT_S", 0.2)
-    with manager_of(functions, "aact", timeout_s=0.3) as manager:
-        made = asyncio.run(outcomes(manager, ["block"]))
-        assert type(made[0]) is RewardTimedOut
-        later = asyncio.run(outcomes(manager, ["ok"]))
-    assert later[0].value == 0.5
+
+    def check(limit_s: float) -> None:
+        with manager_of(functions, "aact", timeout_s=limit_s) as manager:
+            made = asyncio.run(outcomes(manager, ["block"]))
+            assert type(made[0]) is RewardTimedOut
+            later = asyncio.run(outcomes(manager, ["ok"]))
+        assert later[0].value == 0.5
+
+    long_enough(check, 0.3, 10.0)
 
 
 def test_only_the_async_call_that_ends_its_worker_fails(functions):
@@ -266,28 +282,32 @@ def test_a_function_that_only_this_process_can_load(functions, tmp_path):
 
 
 def test_every_import_of_a_function_has_its_own_time_limit(functions, tmp_path, monkeypatch):
-    for name, seconds in (("slow", 2.5), ("never", 600)):
-        text = f"import time; time.sleep({seconds})\ndef compute_score(solution_str): return 2.0\n"
-        (tmp_path / f"{name}.py").write_text(text)
     fast = RemoteFunction(f"{functions}:act", {}, False)
-    slow, never = (RemoteFunction(f"{tmp_path / name}.py:compute_score", {}, False) for name in ("slow", "never"))
 
-    async def run(pool: WorkerPool) -> None:
+    def imports_in(seconds: float) -> RemoteFunction:
+        file = tmp_path / f"imports_in_{seconds:g}.py"
+        file.write_text(f"import time; time.sleep({seconds})\ndef compute_score(solution_str): return 2.0\n")
+        return RemoteFunction(f"{file}:compute_score", {}, False)
+
+    async def run(pool: WorkerPool, limit_s: float) -> None:
         async def call(function: RemoteFunction, **more: str):
-            return await pool.call(function, {"solution_str": "ok", **more}, None, timeout_s=2.0)
+            return await pool.call(function, {"solution_str": "ok", **more}, None, timeout_s=limit_s)
 
         (first,) = await call(fast, ground_truth="")  # leaves a timer behind, which must not end the next import
-        (second,), again = await asyncio.gather(call(slow), call(fast, ground_truth=""))
+        (second,), again = await asyncio.gather(call(imports_in(1.25 * limit_s)), call(fast, ground_truth=""))
         assert (first.value, second.value, again[0].value) == (1.0, 2.0, 1.0)
         assert pool.num_replaced == 0, "the time of an import is not that of a call"
         with monkeypatch.context() as patch:
             patch.setattr("headwater.rewards.pool._START_LIMIT_S", 0.2)
-            failed = await call(never)
+            failed = await call(imports_in(600))
         assert failed.cause == "not_loaded"
         assert (await call(fast, ground_truth=""))[0].value == 1.0
 
-    with closing(WorkerPool(1)) as pool:
-        asyncio.run(run(pool))
+    def check(limit_s: float) -> None:
+        with closing(WorkerPool(1)) as pool:
+            asyncio.run(run(pool, limit_s))
+
+    long_enough(check, 2.0, 20.0)
 
 
 def test_other_places_to_run(functions):

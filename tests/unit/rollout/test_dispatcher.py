@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -271,14 +272,13 @@ def test_capacity_that_appears_while_jobs_start_is_used(bench):
     it = bench(capacity=1, starting=starting)
     it.is_held = True
     it.dispatcher.open(it.draw)
-    is_starting.wait(60)
+    assert is_starting.wait(60)
     it.capacity = 2
     it.dispatcher.notify()
     may_continue.set()
-    for _ in range(200):
+    deadline = time.monotonic() + 60
+    while len(it.started) < 2 and time.monotonic() < deadline:
         it.settle()
-        if len(it.started) == 2:
-            break
     assert it.started == [100, 101]
 
 
@@ -325,7 +325,14 @@ def test_a_job_that_starts_while_the_consumer_looks_is_not_taken_for_the_end_of_
 
     it.dispatcher._capacity, it.dispatcher._work = look, begin
     it.dispatcher.open(it.draw)
-    releasing = threading.Timer(0.2, lambda: it.release(100))
+
+    def release() -> None:
+        has_started.wait(60)
+        time.sleep(0.1)  # the consumer has looked, and waits
+        it.settle()
+        it.release(100)
+
+    releasing = threading.Thread(target=release)
     releasing.start()
     assert it.wait(1) == [100]
     releasing.join()

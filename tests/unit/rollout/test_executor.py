@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from patience import long_enough
 from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
 from rollout.held_engine import HeldEngine
 
@@ -229,18 +230,23 @@ def test_given_prompts_that_all_fail_are_an_error():
 
 
 def test_given_prompts_that_never_return_are_cancelled_at_the_limit():
-    ended = threading.Event()
+    begun, ended = threading.Event(), threading.Event()
 
     async def sleeps(data):
+        begun.set()
         try:
             await asyncio.sleep(3600)
         finally:
             ended.set()
 
-    with executor_of(Scripted(sleeps), timeout_s=0.2) as executor:
-        with pytest.raises(WaitTimeout, match="waiting for rollouts: 0 of 3 groups are complete"):
-            executor.rollout_batch([draw_of(number) for number in range(3)])
-        assert ended.wait(60)
+    def check(limit_s):
+        with executor_of(Scripted(sleeps), timeout_s=limit_s) as executor:
+            with pytest.raises(WaitTimeout, match="waiting for rollouts: 0 of 3 groups are complete"):
+                executor.rollout_batch([draw_of(number) for number in range(3)])
+            assert begun.is_set()
+            assert ended.wait(60)
+
+    long_enough(check, 0.2, 10.0)
 
 
 # Over several steps
@@ -356,17 +362,20 @@ def test_tags_that_would_make_every_group_too_old_are_an_error_and_not_a_loop(in
 
 
 def test_a_second_pause_has_no_effect():
-    rows = Rows()
-    with executor_of(Scripted(ok), in_waves=False, max_staleness=1, timeout_s=0.2) as executor:
-        executor.pause()
-        executor.pause()
-        with pytest.raises(WaitTimeout, match="batch 1: 0 of 3 groups; no group is running"):
-            executor.prepare_batch(rows)
-        assert rows.next == 0
-        executor.check_ledger()
-        executor.resume()
-        assert uids(executor.prepare_batch(rows)) == ["row0", "row1", "row2"]
-        executor.check_ledger()
+    def check(limit_s):
+        rows = Rows()
+        with executor_of(Scripted(ok), in_waves=False, max_staleness=1, timeout_s=limit_s) as executor:
+            executor.pause()
+            executor.pause()
+            with pytest.raises(WaitTimeout, match="batch 1: 0 of 3 groups; no group is running"):
+                executor.prepare_batch(rows)
+            assert rows.next == 0
+            executor.check_ledger()
+            executor.resume()
+            assert uids(executor.prepare_batch(rows)) == ["row0", "row1", "row2"]
+            executor.check_ledger()
+
+    long_enough(check, 0.2, 10.0)
 
 
 def test_running_groups_continue_during_a_pause():

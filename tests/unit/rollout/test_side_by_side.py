@@ -45,8 +45,8 @@ def test_cancelled_prompts_do_not_keep_running(is_held):
 
     groups = GroupRunner(runner_of(Scripted(sleeps)), num_samples=2, on_failure="stop")
     with AsyncTaskRunner() as tasks:
-        side_by_side = SideBySide(engine, groups, tasks, starting, timeout_s=30.0, episode_timeout_s=30.0)
-        tasks.start(cancel_all()).result(60)
+        side_by_side = SideBySide(engine, groups, tasks, starting, timeout_s=600.0, episode_timeout_s=600.0)
+        tasks.start(cancel_all()).result(300)
         assert (num_begun, num_ended) == (6, 6)
         assert side_by_side._flights.describe() == "no group is running"
         assert engine.calls == ([] if is_held else ["pause", "resume"])

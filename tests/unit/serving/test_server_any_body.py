@@ -197,7 +197,9 @@ def answer(address: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         return error.code, error.read()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.sampled_from(sorted(CALLS)), st.data())
 def test_any_body_gets_an_answer_or_a_json_error(server, path, data):
     _, fields = READERS[CALLS[path]]

@@ -287,8 +287,11 @@ def test_a_connection_gets_rounds_and_not_one_message_per_request(roomy):
     async def scenario() -> None:
         async with serving(roomy) as client, client.ws_connect("/headwater/connect") as socket:
             count = 24
+            await asyncio.to_thread(roomy.pause)  # so that all begin together
             for number in range(count):
                 await socket.send_json({"id": number, "request": {**LONG, "rng_key": number}})
+            await until(lambda: num_waiting(roomy) == count)
+            await asyncio.to_thread(roomy.resume)
             ended, output, num_frames = set(), [bytearray() for _ in range(count)], 0
             while len(ended) < count:
                 new = NewTokens.decode(await socket.receive_bytes(timeout=LIMIT_S))
@@ -303,14 +306,18 @@ def test_a_connection_gets_rounds_and_not_one_message_per_request(roomy):
             await socket.send_json({"id": 1, "request": {**LONG, "input_tokens": [999_999]}})
             [line] = await socket.receive_json(timeout=LIMIT_S)
             assert (line["id"], "no such token" in line["error"]["message"]) == (1, True)
+            await asyncio.to_thread(roomy.pause)  # the first one does not end before the second one comes
             await socket.send_json({"id": 2, "request": LONG})
             await socket.send_json({"id": 2, "request": LONG})
             async for message in socket:
                 assert message.type is WSMsgType.BINARY
             assert socket.close_code == WSCloseCode.POLICY_VIOLATION
 
-    run(scenario())
-    run(until(lambda: not roomy.metrics().num_running))
+    try:
+        run(scenario())
+    finally:
+        roomy.resume()
+    run(until(lambda: not num_waiting(roomy) + roomy.metrics().num_running))
 
 
 # The model's name

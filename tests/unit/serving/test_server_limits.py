@@ -10,8 +10,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from engine.engine_parts import LIMIT_S, make_model, run, running
+from patience import long_enough
 from safetensors.torch import save_file
 from serving.parts import limits, refusal
 from tiny import tokenizer
@@ -27,12 +28,13 @@ from headwater.engine.engine import Engine
 from headwater.serving.app import build_app, is_own_host
 from headwater.serving.listen import bind, make_runner, url
 from headwater.serving.options import ServerOptions
+from headwater.serving.reading import BodyReader
 
 NAME = "tiny"
 BLOCKED_S = 0.3
 """Processor time of this process for one ``/health`` while the server works on something else. The garbage collection
 of a process that has run a thousand other tests is part of it."""
-BUSY_MACHINE_S = 2.0
+BUSY_MACHINE_S = 10.0
 """The same if other programs use the machine."""
 
 
@@ -100,6 +102,14 @@ async def check_health(client: aiohttp.ClientSession, until: asyncio.Future[Any]
         await asyncio.sleep(0.001)
 
 
+async def once_of_three(check: Callable[[], Awaitable[None]]) -> None:
+    """``check`` holds once in at most three attempts: a server that is blocked by its work is so every time."""
+    for _ in range(2):
+        with suppress(AssertionError):
+            return await check()
+    return await check()
+
+
 USER = {"role": "user", "content": "hi"}
 COSTLY = [
     ("/v1/completions", {"prompt": "hi", "n": 65_000}, "n: 65000 responses are more than one request may ask for"),
@@ -123,15 +133,20 @@ COSTLY = [
 
 
 def test_costly_bodies_are_refused_while_others_are_answered(engine):
+    async def check(client: aiohttp.ClientSession, path: str, body: Any, message: str) -> None:
+        call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
+        try:
+            await check_health(client, call, (path, message))
+        finally:
+            status, answer = await call
+        assert status in (400, 404), (path, answer)
+        assert message in answer["error"]["message"], path
+        assert len(json.dumps(answer)) < 2500, path
+
     async def scenario() -> None:
         async with serving(engine) as (_, client, _):
-            for path, body, message in COSTLY:
-                call = asyncio.ensure_future(post(client, path, json.dumps(body).encode()))
-                await check_health(client, call, (path, message))
-                status, answer = await call
-                assert status in (400, 404), (path, answer)
-                assert message in answer["error"]["message"], path
-                assert len(json.dumps(answer)) < 2500, path
+            for each in COSTLY:
+                await once_of_three(lambda each=each: check(client, *each))
 
     run(scenario())
 
@@ -141,6 +156,7 @@ def test_thousands_of_responses_do_not_block_others(engine):
 
     async def scenario(stream: bool) -> None:
         async with serving(engine) as (_, client, _):
+            await until(lambda: engine.metrics().num_waiting == 0)
             body = {"prompt": "hi", "n": 2000, "stream": stream}
             call = asyncio.ensure_future(post(client, "/v1/completions", body))
             started = asyncio.ensure_future(until(lambda: engine.metrics().num_waiting == 2000))
@@ -154,7 +170,7 @@ def test_thousands_of_responses_do_not_block_others(engine):
     engine.pause()
     try:
         for stream in (False, True):
-            run(scenario(stream))
+            run(once_of_three(lambda stream=stream: scenario(stream)))
     finally:
         engine.resume()
 
@@ -165,8 +181,17 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_prompt_is_tokenised_in_a_thread_and_not_after_its_client_has_left(engine):
-    words = Recorder()
+def test_a_prompt_is_tokenised_in_a_thread_and_not_after_its_client_has_left(engine, monkeypatch):
+    words, has_noticed, in_thread = Recorder(), threading.Event(), BodyReader.in_thread
+
+    async def watched(reader: BodyReader, work: Any) -> Any:
+        try:
+            return await in_thread(reader, work)
+        except asyncio.CancelledError:
+            has_noticed.set()
+            raise
+
+    monkeypatch.setattr(BodyReader, "in_thread", watched)
 
     async def scenario() -> None:
         async with serving(engine, words) as (_, client, _):
@@ -189,7 +214,7 @@ def test_a_prompt_is_tokenised_in_a_thread_and_not_after_its_client_has_left(eng
                 assert reply.status == 200
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-            await asyncio.sleep(0.1)  # the server notices that the connection is closed
+            await until(has_noticed.is_set)  # that the connection is closed
             words.may_continue.set()
             assert (await post(client, "/v1/completions", {"prompt": "hi", "max_tokens": 1}))[0] == 200
 
@@ -345,15 +370,18 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\
 
 
 def test_connections_that_send_no_whole_request_are_closed(engine):
-    async def scenario() -> list[bytes]:
-        async with serving(engine, idle_limit_s=0.2, body_limit_s=0.2) as (_, _, taken):
+    async def scenario(limit_s: float) -> list[bytes]:
+        async with serving(engine, idle_limit_s=limit_s, body_limit_s=limit_s) as (_, _, taken):
             halves = [b"", b"GET /health HTT", HEAD, HEAD + b'\r\n{"prompt": ']
             return await asyncio.gather(*(asyncio.to_thread(sent, taken, half) for half in halves))
 
-    *headers, body = run(scenario())
-    assert headers == [b"", b"", b""]
-    assert body.startswith(b"HTTP/1.1 408 ")
-    assert b"the body did not arrive within 0.2 s" in body
+    def check(limit_s: float) -> None:
+        *headers, body = run(scenario(limit_s))
+        assert headers == [b"", b"", b""]
+        assert body.startswith(b"HTTP/1.1 408 ")
+        assert f"the body did not arrive within {limit_s:g} s".encode() in body
+
+    long_enough(check, 0.2, 10.0)
 
 
 def test_what_is_not_http_is_logged_as_one_line(engine, caplog):
@@ -373,6 +401,8 @@ def test_what_is_not_http_is_logged_as_one_line(engine, caplog):
     lines = [record for record in caplog.records if "not valid HTTP" in record.getMessage()]
     assert len(lines) >= 3
     for record in caplog.records:
+        if record.name == "asyncio":  # about what earlier tests have left
+            continue
         assert record.exc_info is None, record
         assert "\n" not in record.getMessage()
         assert len(record.getMessage()) < 400
@@ -395,4 +425,4 @@ def test_a_body_that_cannot_be_decoded_is_an_error_of_the_client(engine, caplog)
             assert (status, answer["error"]["code"]) == (413, "body_too_large")
 
     run(scenario())
-    assert "Traceback" not in caplog.text
+    assert not [each for each in caplog.records if each.exc_info is not None and each.name != "asyncio"]

@@ -105,7 +105,7 @@ def test_texts_do_not_wait_for_images(monkeypatch) -> None:
             ]
             for _ in range(4):
                 assert await asyncio.to_thread(num_loading.acquire, timeout=LIMIT_S)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(LIMIT_S):
                 assert await reader.in_thread(lambda: limits().tokens_of_text("abc", "text"))
             assert not any(task.done() for task in images)
             go_on.set()

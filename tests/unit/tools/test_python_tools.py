@@ -13,7 +13,7 @@ from headwater.core.errors import ConfigError
 from headwater.sandbox import Sandbox, SandboxUnavailable
 from headwater.tools.toolbox import Toolbox
 
-LIMITS = SandboxConfig(timeout_s=5, cpu_s=1, memory_mib=256, max_concurrent=2)
+LIMITS = SandboxConfig(timeout_s=60, cpu_s=1, memory_mib=256, max_concurrent=2)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
+from patience import long_enough
 from tools.boxes import ask, call, toolbox
 from tools.services import retrieval, run_code
 
@@ -70,15 +71,19 @@ def test_a_corpus_that_cannot_be_used(tmp_path):
 
 @pytest.mark.usefixtures("_small_limits")
 def test_a_search_service():
+    long_enough(_check_search, 1.0, 10.0)
+
+
+def _check_search(limit_s: float) -> None:
     with retrieval([f"{title}\n{text}" for title, text in DOCUMENTS]) as service:
-        settings = {"url": service.url, "topk": 2, "attempt_timeout_s": 1.0}
-        box = toolbox(use=("http_search",), args={"http_search": settings}, timeout_s=20)
+        settings = {"url": service.url, "topk": 2, "attempt_timeout_s": limit_s}
+        box = toolbox(use=("http_search",), args={"http_search": settings}, timeout_s=20 * limit_s)
         box.check()
         service.requests.clear()
         service.next = [
             None,  # answered
             503, "",  # tried again, then nonsense
-            1.5, None,  # too slow, tried again
+            1.5 * limit_s, None,  # too slow, tried again
             *(4 * [500]),  # not available after three retries
             404,  # not tried again
             {"result": []}, {"result": [["text", 3]]}, {"result": ["text"]}, [1], "x" * 1_000_000,

@@ -24,7 +24,7 @@ def test_an_error_is_raised_by_every_later_call_and_nothing_follows_it():
     writer, written, may_fail = BackgroundWriter(), [], threading.Event()
 
     def fails():
-        may_fail.wait(30)
+        may_fail.wait(300)
         raise OSError("the disk is gone")
 
     writer.put(fails)
@@ -62,7 +62,7 @@ def test_a_slow_disk_slows_the_run_down():
 
     def produce():
         for number in range(20):
-            writer.put(lambda: may_write.wait(30))
+            writer.put(lambda: may_write.wait(300))
             num_put.append(number)
 
     thread = threading.Thread(target=produce)
@@ -70,7 +70,7 @@ def test_a_slow_disk_slows_the_run_down():
     thread.join(0.3)
     assert len(num_put) < 20
     may_write.set()
-    thread.join(30)
+    thread.join(300)
     writer.flush()
     assert len(num_put) == 20
     assert writer.close() is None

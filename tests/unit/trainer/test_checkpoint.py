@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from log import own_records
 
 from headwater.core.errors import DamagedCheckpoint
 from headwater.observe.run_directory import RunDirectory
@@ -26,7 +27,7 @@ def test_every_part_is_compared_and_only_rounding_of_merged_adapters_is_allowed(
                 continue
             with pytest.raises(DamagedCheckpoint, match=rf"step_00000{step}: its weights are not those that step"):
                 check_weights(run, step, changed)
-    assert not caplog.records
+    assert not own_records(caplog)
     check_weights(run, 3, recorded[3].replace("float32-a", "float32-other"))
     assert "merged into the model they give other weights" in caplog.text
     check_weights(run, 4, "float32-of a step that the ledger does not have")

@@ -26,12 +26,12 @@ from headwater.weights.links import Link, Meeting, host_store, own_address
 from headwater.weights.memory import Receiver
 from headwater.weights.pieces import GroupMember, PieceReceiver, PieceSender, cut
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def order(name: str, **settings: Any) -> SendOrder:
     port = host_store("127.0.0.1").port
-    values = {"num_receivers": 2, "dtype": "float32", "bucket_bytes": 2**14, "limit_s": 20.0, **settings}
+    values = {"num_receivers": 2, "dtype": "float32", "bucket_bytes": 2**14, "limit_s": 120.0, **settings}
     return SendOrder(name, "127.0.0.1", port, **values)
 
 
@@ -145,8 +145,8 @@ def test_members_that_do_not_come_are_named_within_the_limit():
 
 
 def test_an_engine_whose_sender_is_gone_stops_waiting(monkeypatch):
-    monkeypatch.setattr(pieces, "_NEXT_LIMIT_S", 0.5)
-    using = order("silent", num_receivers=2, limit_s=30.0)
+    monkeypatch.setattr(pieces, "_NEXT_LIMIT_S", LIMIT_S)
+    using = order("silent", num_receivers=2)
     senders, members = joined(using)
     receiver = PieceReceiver(members[0], halves(tiny.model(1)), using)
     failing = threading.Timer(0.2, receiver.fail, ("another weight update began",))
@@ -165,11 +165,11 @@ def test_a_group_of_torchs_own_kind_can_be_the_other_end():
         store = PrefixStore("cpu/", PrefixStore("w/", PrefixStore("w", TCPStore("127.0.0.1", port, is_master=False))))
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=20)
+        options._timeout = timedelta(seconds=LIMIT_S)
         ProcessGroupGloo(store, 0, 2, options).broadcast([sent]).wait()
 
     def this_end() -> None:
-        Link.connect(Meeting("127.0.0.1", port, "w", limit_s=20), 1, 2).broadcast(received).wait()
+        Link.connect(Meeting("127.0.0.1", port, "w", limit_s=LIMIT_S), 1, 2).broadcast(received).wait()
 
     together(other_end, this_end)
     assert torch.equal(sent, received)

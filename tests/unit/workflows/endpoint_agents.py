@@ -161,15 +161,18 @@ def floods(base_url, api_key):
     return {"reward": 1.0, "statuses": sorted(found)}
 
 
-def hangs_up(base_url, api_key):
-    """Disconnects while the model writes, then asks again."""
+def hangs_up(base_url, api_key, folder):
+    """Disconnects while the model writes, then asks again. Files in ``folder`` tell what the engine has done."""
     parts = urlsplit(base_url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port)
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     body = {"messages": [{"role": "user", "content": "SLOW"}], "stream": True}
     connection.request("POST", parts.path + "/chat/completions", json.dumps(body), headers)
-    time.sleep(0.3)
+    while not os.path.exists(f"{folder}/0 came"):
+        time.sleep(0.01)
     connection.close()
+    while not os.path.exists(f"{folder}/1 left"):
+        time.sleep(0.01)
     ask(base_url, api_key)
     return 1.0
 

@@ -14,6 +14,7 @@ import tiny
 from endpoint_parts import END, KeyedEngine, context, encode, episode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from log import own_records
 
 from headwater.chat.parsers import make_parser
 from headwater.core.episode import EpisodeInput
@@ -264,10 +265,10 @@ def test_the_run_decides_how_tokens_are_sampled(caplog):
         engine = KeyedEngine()
         async with served(engine, temperature=0.7) as (chat, _):
             await chat.create(model="m", messages=ASK, temperature=0.7)
-            assert not caplog.records
+            assert not own_records(caplog)
             await chat.create(model="m", messages=ASK, temperature=0.0, seed=4, tools=[SEARCH], tool_choice="required")
             assert {request.sampling.temperature for request in engine.requests} == {0.7}
-            noted = [record.getMessage() for record in caplog.records]
+            noted = [record.getMessage() for record in own_records(caplog)]
             assert len(noted) == 3
             assert "temperature = 0" in "".join(noted)
         async with served(engine, client_sampling="refuse") as (chat, _):

@@ -15,6 +15,7 @@ import pytest
 import tiny
 from endpoint_agents import post
 from endpoint_parts import KeyedEngine, context, episode
+from patience import long_enough
 
 from headwater.core.episode import EpisodeInput
 from headwater.core.errors import AgentFailed, AgentTimedOut, ConfigError, RewardFailed, RolloutFailed
@@ -69,12 +70,15 @@ def test_every_way_to_fail_has_a_name(tmp_path):
 
 
 def test_an_agent_that_never_ends_is_killed_with_what_it_started(tmp_path):
-    pids = tmp_path / "pids"
-    said = asyncio.run(failure("never_ends", AgentTimedOut, timeout_s=2.0, agent_args={"pids": str(pids)}))
-    assert "did not end within 2 s; raise rollout.workflow_args.timeout_s" in said
-    started = [int(pid) for pid in pids.read_text().split()]
-    assert len(started) == 3
-    until(lambda: not any(map(is_alive, started)))
+    def check(limit_s: float) -> None:
+        pids = tmp_path / f"pids {limit_s:g}"
+        said = asyncio.run(failure("never_ends", AgentTimedOut, timeout_s=limit_s, agent_args={"pids": str(pids)}))
+        assert f"did not end within {limit_s:g} s; raise rollout.workflow_args.timeout_s" in said
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert len(started) == 3
+        until(lambda: not any(map(is_alive, started)))
+
+    long_enough(check, 2.0, 30.0)
 
 
 def test_cancelling_an_episode_kills_its_agent_and_the_end_of_the_loop_all_others(tmp_path):
@@ -138,10 +142,20 @@ def test_a_flood_of_calls_is_answered_up_to_the_limit():
     asyncio.run(run())
 
 
-def test_a_call_that_is_hung_up_leaves_no_trace():
+def test_a_call_that_is_hung_up_leaves_no_trace(tmp_path):
+    """The agent hangs up when the engine has its request, and asks again when the engine has lost it."""
+
+    class Telling(KeyedEngine):
+        async def agenerate(self, request):
+            (tmp_path / f"{len(self.requests)} came").touch()
+            try:
+                return await super().agenerate(request)
+            finally:
+                (tmp_path / f"{len(self.cancelled)} left").touch()
+
     async def run() -> None:
-        engine = KeyedEngine()
-        (one,) = await episode("hangs_up", engine)
+        engine = Telling()
+        (one,) = await episode("hangs_up", engine, agent_args={"folder": str(tmp_path)})
         assert one.info["agent_calls"] == {"disconnected": 1, "answered": 1}
         assert engine.cancelled == [engine.requests[0].request_id]
         assert "SLOW" not in str(one.messages)
@@ -180,10 +194,13 @@ def test_agents_reward_themselves_and_finish_later():
         assert scored.reward == float(scored.info["scored"][-1])
         (scored,) = await episode("twice", KeyedEngine(["1", "8"]), reward="function")
         assert scored.reward == 8.0
-        said = await failure("no_reward", AgentTimedOut, wait_for_finish=True, timeout_s=1.0)
-        assert "did not call finish within 1 s" in said
+
+    async def never_finishes(limit_s: float) -> None:
+        said = await failure("no_reward", AgentTimedOut, wait_for_finish=True, timeout_s=limit_s)
+        assert f"did not call finish within {limit_s:g} s" in said
 
     asyncio.run(run())
+    long_enough(lambda limit_s: asyncio.run(never_finishes(limit_s)), 2.0, 30.0)
 
 
 COMMAND = """

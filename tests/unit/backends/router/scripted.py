@@ -17,6 +17,7 @@ from headwater.core.streaming import whole_response
 from headwater.core.weights import WeightUpdate
 
 TICK_S = 0.001
+LIMIT_S = 120.0
 
 
 def expected(request: ModelRequest) -> tuple[int, ...]:
@@ -45,6 +46,10 @@ class ScriptedEngine:
         self.is_updating = False
         self.has_failed = False
         self.pause_s = 0.0
+        self.holds_at: int | None = None
+        """Number of tokens at which requests wait until this is None again."""
+        self.num_held = 0
+        """Requests that have waited so, or do now."""
         self._aborted: set[int] = set()
         self._tick_s = tick_s
         self._open: dict[int, ModelRequest] = {}
@@ -79,7 +84,8 @@ class ScriptedEngine:
             return ModelResponse(request.input_tokens, tuple(tokens), zeros, tuple(versions), reason)
 
         for token in whole[num_given:]:
-            while self.is_hanging or self.is_paused:
+            self.num_held += self.holds_at == len(tokens)
+            while self.is_hanging or self.is_paused or self.holds_at == len(tokens):
                 await asyncio.sleep(TICK_S)
                 if number in self._aborted:
                     return response("abort")
@@ -153,7 +159,7 @@ class ScriptedEngine:
             try:
                 for bucket in update.buckets:
                     self.is_updating = True
-                    self.may_update.wait(30)
+                    self.may_update.wait(LIMIT_S)
                     if self.is_dead:
                         raise TransferLost("connection reset")
                     if self.fails_update is not None:

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backends.router.scripted import ScriptedEngine, expected
+from backends.router.scripted import LIMIT_S, ScriptedEngine, expected
+from patience import long_enough
 
 from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
@@ -27,12 +28,12 @@ from headwater.core.errors import (
 from headwater.core.request import ModelRequest
 from headwater.core.response import Delta, ModelResponse
 from headwater.core.sampling import Grammar, SamplingParams
-from headwater.core.waits import open_waits
+from headwater.core.waits import OpenWait, open_waits
 from headwater.core.weights import WeightUpdate
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
-FAST = RouterOptions(health_every_s=0.02, update_bucket_limit_s=30.0, update_start_limit_s=30.0)
+FAST = RouterOptions(health_every_s=0.02, update_bucket_limit_s=LIMIT_S, update_start_limit_s=LIMIT_S)
 
 
 @contextmanager
@@ -49,19 +50,31 @@ def request(key: int, num_tokens: int = 20, session: str = "", **fields) -> Mode
     return ModelRequest(f"r{key}", (1,), sampling, key, session=session or f"session {key}", **fields)
 
 
-def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
 
 
-async def all_of(router: RouterEngine, requests: list[ModelRequest], then: Callable[[], object] | None = None):
+async def all_of(router: RouterEngine, requests: list[ModelRequest]):
+    return await asyncio.wait_for(asyncio.gather(*map(router.agenerate, requests)), LIMIT_S)
+
+
+async def interrupted(
+    router: RouterEngine, requests: list[ModelRequest], engines: list[ScriptedEngine], then: Callable[[], object]
+):
+    """The responses, of which all have begun and none has ended when ``then`` is called."""
+    for engine in engines:
+        engine.holds_at = 5
     tasks = [asyncio.create_task(router.agenerate(each)) for each in requests]
-    await asyncio.sleep(0.02)
-    if then is not None:
-        await asyncio.to_thread(then)
-    return await asyncio.wait_for(asyncio.gather(*tasks), 60)
+    async with asyncio.timeout(LIMIT_S):
+        while sum(engine.num_held for engine in engines) < len(requests):  # noqa: ASYNC110  belongs to no event loop
+            await asyncio.sleep(0.001)
+    await asyncio.to_thread(then)
+    for engine in engines:
+        engine.holds_at = None
+    return await asyncio.wait_for(asyncio.gather(*tasks), LIMIT_S)
 
 
 def is_whole(asked: ModelRequest, response) -> bool:
@@ -103,11 +116,10 @@ def test_a_server_that_dies_loses_no_token():
             def kill(engines: list[ScriptedEngine] = engines) -> None:
                 engines[0].is_dead = True
 
-            responses = asyncio.run(all_of(router, asked, kill))
+            responses = asyncio.run(interrupted(router, asked, engines, kill))
             assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True)), resumable
-            status = router.status()
-            assert status.servers[0].state.startswith("unreachable: connection refused")
-            assert status.metrics["router_num_requests_moved"] >= 10
+            until(lambda router=router: router.status().servers[0].state.startswith("unreachable: connection refused"))
+            assert router.status().metrics["router_num_requests_moved"] == 10
             engines[0].is_dead = False
             until(lambda router=router: router.status().servers[0].state == "serving")
 
@@ -120,7 +132,7 @@ def test_a_server_that_hangs_gives_back_what_it_has():
         def hang() -> None:
             engines[1].is_hanging = True
 
-        responses = asyncio.run(all_of(router, asked, hang))
+        responses = asyncio.run(interrupted(router, asked, engines, hang))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
 
 
@@ -174,7 +186,7 @@ def test_a_stream_that_a_server_does_not_give_back_continues_on_another_one(monk
 
         async def scene() -> None:
             asked = [request(key, 40) for key in range(4)]
-            given = await asyncio.wait_for(asyncio.gather(*map(follow, asked)), 60)
+            given = await asyncio.wait_for(asyncio.gather(*map(follow, asked)), LIMIT_S)
             assert given == [expected(each) for each in asked]
 
         asyncio.run(scene())
@@ -184,23 +196,23 @@ def test_a_stream_that_a_server_does_not_give_back_continues_on_another_one(monk
 
 def test_a_request_that_full_queues_refuse_for_too_long_fails():
     class Full(ScriptedEngine):
-        is_full = True
+        num_refusals = 10**9
 
         async def agenerate(self, request: ModelRequest) -> ModelResponse:
-            if self.is_full:
+            if self.num_refusals:
+                self.num_refusals -= 1
                 raise QueueFull("no room")
             return await super().agenerate(request)
 
     engine = Full()
     with routed(engine, options=replace(FAST, no_server_limit_s=0.5)) as router:
         with pytest.raises(QueueFull, match=r"full for 0\.5 s, the last one that of s0; add servers"):
-            asyncio.run(asyncio.wait_for(router.agenerate(request(0)), 60))
+            asyncio.run(asyncio.wait_for(router.agenerate(request(0)), LIMIT_S))
         assert router.status().servers[0].state == "serving"
-
-        def make_room() -> None:
-            engine.is_full = False
-
-        [response] = asyncio.run(all_of(router, [request(1)], make_room))
+    engine = Full()
+    engine.num_refusals = 2
+    with routed(engine) as router:
+        [response] = asyncio.run(all_of(router, [request(1)]))
         assert is_whole(request(1), response)
 
 
@@ -213,7 +225,7 @@ def test_what_a_server_does_not_give_back_is_generated_again(monkeypatch):
         def hang() -> None:
             engines[0].is_hanging = True
 
-        responses = asyncio.run(all_of(router, asked, hang))
+        responses = asyncio.run(interrupted(router, asked, engines, hang))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
 
 
@@ -225,7 +237,7 @@ def test_an_engine_that_has_failed_for_good_is_left_out_and_without_any_requests
             engines[0].has_failed = True
 
         asked = [request(key, 30) for key in range(6)]
-        responses = asyncio.run(all_of(router, asked, fail_first))
+        responses = asyncio.run(interrupted(router, asked, engines, fail_first))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
         engines[1].has_failed = True
         with pytest.raises(RolloutFailed, match=r"no server can take it.*s0: failed"):
@@ -246,7 +258,7 @@ def test_a_server_whose_engine_gave_up_is_connected_to_anew(monkeypatch):
 
     router = RouterEngine([RoutedServer("s0", first, connect=connect), RoutedServer("s1", others)], FAST)
     try:
-        router.update_weights(update(1, 1.0)).result(30)
+        router.update_weights(update(1, 1.0)).result(LIMIT_S)
         first.has_failed = True
         until(lambda: router.status().servers[0].state == "serving" and first.is_closed)
         asyncio.run(all_of(router, [request(key, 2) for key in range(8)]))
@@ -264,7 +276,7 @@ def test_a_request_that_kills_every_server_fails_in_the_end():
         routed(*(Deadly() for _ in range(3))) as router,
         pytest.raises(RolloutFailed, match="this request may be the cause"),
     ):
-        asyncio.run(asyncio.wait_for(router.agenerate(request(0)), 60))
+        asyncio.run(asyncio.wait_for(router.agenerate(request(0)), LIMIT_S))
 
 
 def test_drain_move_add_and_remove_under_load():
@@ -279,7 +291,7 @@ def test_drain_move_add_and_remove_under_load():
             router.remove("s1")
 
         asked = [request(key, 40) for key in range(20)]
-        responses = asyncio.run(all_of(router, asked, change))
+        responses = asyncio.run(interrupted(router, asked, engines, change))
         assert all(is_whole(each, response) for each, response in zip(asked, responses, strict=True))
         assert engines[1].is_closed
         assert third.num_served >= 10
@@ -299,15 +311,18 @@ def test_abort_returns_what_there_is_running_or_waiting():
     with routed(*engines) as router:
 
         async def scene() -> None:
+            engines[0].holds_at = 5
             tasks = [asyncio.create_task(router.agenerate(request(key, 2000))) for key in range(3)]
-            await asyncio.sleep(0.05)
+            async with asyncio.timeout(LIMIT_S):
+                while not engines[0].num_held:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
             assert router.abort("r0") == 1
-            first = await asyncio.wait_for(tasks[0], 30)
+            first = await asyncio.wait_for(tasks[0], LIMIT_S)
             assert first.stop_reason == "abort"
-            assert 0 < first.output_len < 2000
+            assert first.output_len == 5
             assert first.output_tokens == expected(request(0, 2000))[: first.output_len]
             assert router.abort() == 2
-            others = await asyncio.wait_for(asyncio.gather(*tasks[1:]), 30)
+            others = await asyncio.wait_for(asyncio.gather(*tasks[1:]), LIMIT_S)
             assert [each.stop_reason for each in others] == ["abort", "abort"]
 
         asyncio.run(scene())
@@ -318,13 +333,17 @@ def test_a_cancelled_caller_frees_its_place_and_a_full_queue_refuses():
     with routed(engine, options=replace(FAST, max_waiting=1)) as router:
 
         async def scene() -> None:
+            engine.holds_at = 0
             running = asyncio.create_task(router.agenerate(request(0, 2000)))
             waiting = asyncio.create_task(router.agenerate(request(1, 5)))
-            await asyncio.sleep(0.02)
+            async with asyncio.timeout(LIMIT_S):
+                while not engine.num_held or not router.status().num_waiting:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
             with pytest.raises(QueueFull, match="1 requests wait"):
                 await router.agenerate(request(2))
             running.cancel()
-            assert is_whole(request(1, 5), await asyncio.wait_for(waiting, 30))
+            engine.holds_at = None
+            assert is_whole(request(1, 5), await asyncio.wait_for(waiting, LIMIT_S))
 
         asyncio.run(scene())
         assert router.status().num_waiting == 0
@@ -352,13 +371,13 @@ def test_weights_reach_all_and_one_that_was_lost_gets_them_again():
     engines = [ScriptedEngine() for _ in range(3)]
     with routed(*engines) as router:
         engines[1].pause_s = 0.5
-        router.update_weights(update(1, 1.0)).result(30)
+        router.update_weights(update(1, 1.0)).result(LIMIT_S)
         assert [engine.version for engine in engines] == [1, 1, 1]
         assert router.status().metrics["last_update_pause_s"] == 0.5
         assert router.weights_checksum() == "w0=2,w1=4,w2=6"
         engines[2].is_dead = True
         until(lambda: not router.status().servers[2].is_alive)
-        router.update_weights(update(2, 5.0)).result(30)
+        router.update_weights(update(2, 5.0)).result(LIMIT_S)
         assert (router.get_version(), router.status().needs_weights) == (2, False)
         engines[2].is_dead = False
         until(lambda: router.status().needs_weights)
@@ -366,7 +385,7 @@ def test_weights_reach_all_and_one_that_was_lost_gets_them_again():
         asyncio.run(all_of(router, [request(key, 2) for key in range(12)]))
         assert engines[2].num_served == 0, "it must not serve old weights"
         engines[0].fails_update = AssertionError("it has them already")
-        router.update_weights(update(2, 5.0, is_repeat=True)).result(30)
+        router.update_weights(update(2, 5.0, is_repeat=True)).result(LIMIT_S)
         assert not router.status().needs_weights
         assert router.weights_checksum() == "w0=10,w1=12,w2=14"
         engines[1].weights = "damaged"
@@ -378,11 +397,11 @@ def test_a_server_that_dies_during_an_update_does_not_hold_up_the_others():
     engines = [ScriptedEngine() for _ in range(2)]
     with routed(*engines) as router:
         engines[1].fails_update = WeightsIncomplete("half")
-        router.update_weights(update(1, 1.0)).result(30)
+        router.update_weights(update(1, 1.0)).result(LIMIT_S)
         assert [each.version for each in router.status().servers] == [1, 0]
         assert router.status().needs_weights
         engines[1].fails_update = None
-        router.update_weights(update(1, 1.0, is_repeat=True)).result(30)
+        router.update_weights(update(1, 1.0, is_repeat=True)).result(LIMIT_S)
         assert not router.status().needs_weights
         assert router.weights_checksum()
 
@@ -393,15 +412,15 @@ def test_weights_that_all_refuse_leave_everything_as_it_was():
         for engine in engines:
             engine.fails_update = WeightsError("weight update refused")
         with pytest.raises(WeightsError, match="refused"):
-            router.update_weights(update(1, 1.0)).result(30)
+            router.update_weights(update(1, 1.0)).result(LIMIT_S)
         assert all(each.state == "serving" for each in router.status().servers)
         # One that alone refuses has another model, and is not asked for ever.
         engines[0].fails_update = None
-        router.update_weights(update(1, 1.0)).result(30)
+        router.update_weights(update(1, 1.0)).result(LIMIT_S)
         for _ in range(2):
             assert router.status().needs_weights
             with pytest.raises(WeightsError):
-                router.update_weights(update(1, 1.0, is_repeat=True)).result(30)
+                router.update_weights(update(1, 1.0, is_repeat=True)).result(LIMIT_S)
         asyncio.run(router.agenerate(request(0)))
 
 
@@ -415,7 +434,7 @@ def test_no_session_sees_a_version_go_back():
                 if turn % 2:
                     engines[turn // 2 % 2].version = turn  # a rolling update by someone else
                     await asyncio.sleep(0.1)
-                response = await asyncio.wait_for(router.agenerate(request(turn, 3, session="one")), 30)
+                response = await asyncio.wait_for(router.agenerate(request(turn, 3, session="one")), LIMIT_S)
                 assert min(response.output_versions) >= seen
                 seen = max(response.output_versions)
 
@@ -453,11 +472,11 @@ def test_a_rolling_update_closes_one_server_at_a_time_and_the_others_generate():
             assert not done.done()
             updated.may_update.set()
             until(lambda each=updated: not each.is_updating)
-        done.result(30)
+        done.result(LIMIT_S)
         assert [each.weights for each in engines] == ["w0=10,w1=12,w2=14"] * 2
         assert router.get_version() == 1
         with pytest.raises(WeightsError, match="only once"):
-            router.update_weights(update(2, 5.0)).result(30)
+            router.update_weights(update(2, 5.0)).result(LIMIT_S)
 
 
 def test_a_server_whose_turn_is_broken_off_is_open_again_at_once(monkeypatch):
@@ -471,7 +490,7 @@ def test_a_server_whose_turn_is_broken_off_is_open_again_at_once(monkeypatch):
 
         monkeypatch.setattr(router._roster, "sync", noted)
         with pytest.raises(WeightsError, match="only once"):
-            router.update_weights(update(1, 5.0)).result(30)
+            router.update_weights(update(1, 5.0)).result(LIMIT_S)
         sender, broken_off, _ = [each for each in told if each[2]][-1]
         own = [updating for thread, name, updating in told if (thread, name) == (sender, broken_off)]
         assert own[-1] == "", "not only when the watcher looks next"
@@ -481,38 +500,46 @@ def test_a_server_that_dies_in_a_rolling_update_gets_the_weights_later():
     engines = [ScriptedEngine(), ScriptedEngine(), ScriptedEngine()]
     with routed(*engines, options=ROLLING) as router:
         engines[0].fails_update = TransferLost("connection reset")
-        router.update_weights(again(1, 5.0)).result(30)
+        router.update_weights(again(1, 5.0)).result(LIMIT_S)
         assert [each.version for each in engines] == [0, 1, 1]
         assert router.status().needs_weights
         engines[0].fails_update = None
-        router.update_weights(again(1, 5.0, is_repeat=True)).result(30)
+        router.update_weights(again(1, 5.0, is_repeat=True)).result(LIMIT_S)
         assert not router.status().needs_weights
         assert {each.state for each in router.status().servers} == {"serving"}
 
 
 def test_a_request_that_only_older_servers_could_take_waits_by_name_and_fails_after_a_limit():
-    engines = [ScriptedEngine(version=1), ScriptedEngine()]
-    with routed(*engines, options=replace(FAST, no_server_limit_s=1.0)) as router:
-        router.drain("s1")
-        asyncio.run(router.agenerate(request(0, 3, session="one")))
-        router.undrain("s1")
-        router.drain("s0")
+    def check(limit_s: float) -> None:
+        engines = [ScriptedEngine(version=1), ScriptedEngine()]
+        with routed(*engines, options=replace(FAST, no_server_limit_s=limit_s)) as router:
+            router.drain("s1")
+            asyncio.run(router.agenerate(request(0, 3, session="one")))
+            router.undrain("s1")
+            router.drain("s0")
 
-        async def scene() -> None:
-            turns = [asyncio.create_task(router.agenerate(request(key, 3, session="one"))) for key in (1, 2)]
-            await asyncio.sleep(0.3)
-            [named] = [each for each in open_waits() if each.kind == "newer_weights"]
-            assert "2 requests wait for a server with version 1 or newer" in named.description
-            for failed in await asyncio.wait_for(asyncio.gather(*turns, return_exceptions=True), 30):
-                assert isinstance(failed, RolloutFailed)
-                assert "has tokens of version 1" in str(failed)
-            assert (await router.agenerate(request(3, 3, session="two"))).output_versions == (0, 0, 0)
-            turn = asyncio.create_task(router.agenerate(request(4, 3, session="one")))
-            await asyncio.sleep(0.1)
-            engines[1].version = 1
-            assert (await asyncio.wait_for(turn, 30)).output_versions == (1, 1, 1)
+            async def first_wait(turn: asyncio.Task[ModelResponse]) -> OpenWait:
+                while not (named := [each for each in open_waits() if each.kind == "newer_weights"]):
+                    assert not turn.done(), "it must wait"
+                    await asyncio.sleep(0.01)
+                return named[0]
 
-        asyncio.run(scene())
+            async def scene() -> None:
+                turns = [asyncio.create_task(router.agenerate(request(key, 3, session="one"))) for key in (1, 2)]
+                named = await first_wait(turns[0])
+                assert "2 requests wait for a server with version 1 or newer" in named.description
+                for failed in await asyncio.wait_for(asyncio.gather(*turns, return_exceptions=True), LIMIT_S):
+                    assert isinstance(failed, RolloutFailed)
+                    assert "has tokens of version 1" in str(failed)
+                assert (await router.agenerate(request(3, 3, session="two"))).output_versions == (0, 0, 0)
+                turn = asyncio.create_task(router.agenerate(request(4, 3, session="one")))
+                await first_wait(turn)
+                engines[1].version = 1
+                assert (await asyncio.wait_for(turn, LIMIT_S)).output_versions == (1, 1, 1)
+
+            asyncio.run(asyncio.wait_for(scene(), LIMIT_S))
+
+    long_enough(check, 1.0, 20.0)
 
 
 def test_a_stream_continues_on_another_server_without_a_gap():
@@ -543,5 +570,5 @@ def test_a_grammar_is_begun_again_on_a_server_that_cannot_continue_it():
         def kill() -> None:
             next(each for each in engines if each.num_open).is_dead = True
 
-        [response] = asyncio.run(all_of(router, [asked], kill))
+        [response] = asyncio.run(interrupted(router, [asked], engines, kill))
         assert is_whole(asked, response)
