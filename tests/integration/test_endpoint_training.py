@@ -30,7 +30,7 @@ def left_behind() -> list[str]:
 def test_agents_that_fail_are_dropped_and_counted(tmp_path):
     train_here(
         *SETTINGS, f"{AGENT}:unreliable", f"run.root={tmp_path}", "run.name=failing", "trainer.total_steps=3",
-        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=3",
+        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=15",
     )  # fmt: skip
     run = tmp_path / "failing"
     last = RunDirectory.open(run).read_ledger()[-1]["counts"]

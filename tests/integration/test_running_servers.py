@@ -17,7 +17,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from command import CUT_DOWN, after_step, headwater, metrics, train_here
-from running import Running, free_port
+from ports import free_port
+from running import Running
 
 from headwater.backends import BackendContext
 from headwater.backends.fleet import make_fleet
