@@ -38,7 +38,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 _SESSION = "HEADWATER_TEST_SESSION"
 """An environment variable that every process started by the tests inherits."""
-_GRACE_S = 60.0
+_GRACE_S = 180.0
 
 os.environ.setdefault(_SESSION, uuid.uuid4().hex)
 

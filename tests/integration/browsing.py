@@ -75,7 +75,9 @@ def browser() -> Iterator[Any]:
         unavailable("no playwright: pip install playwright")
     with sync_playwright() as playwright:
         # A test may run as root, for which Chromium has no sandbox.
-        opened = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        opened = playwright.chromium.launch(
+            executable_path=chromium(), args=["--no-sandbox"], timeout=LIMIT_S * 1000
+        )
         yield opened
         opened.close()
 
@@ -115,6 +117,11 @@ def until(page: Any, expression: str, arg: object = None) -> None:
     while not page.evaluate(expression, arg):
         assert time.monotonic() < deadline, f"not true in {LIMIT_S:.0f} s: {expression}"
         page.wait_for_timeout(50)
+
+
+def drawn(page: Any) -> None:
+    """Wait until what the page shows also works: charts are drawn, and keys are listened to, after the next frame."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))")
 
 
 def settled(page: Any) -> None:

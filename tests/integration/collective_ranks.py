@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "unit")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import torch
 from ports import free_port

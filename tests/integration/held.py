@@ -41,7 +41,7 @@ async def compute_score(
 
 async def until_told(data_source, solution_str, ground_truth, extra_info, *, run: str, step: int, go: str) -> float:
     """The varied reward; when ``step`` of ``run`` has ended, not before there is a file ``go``."""
-    while has_ended(run, step) and not Path(go).exists():  # noqa: ASYNC110
+    while has_ended(run, step) and not Path(go).exists():  # noqa: ASYNC110, ASYNC240
         await asyncio.sleep(0.01)
     return varied(data_source, solution_str, ground_truth, extra_info)
 

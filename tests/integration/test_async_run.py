@@ -86,10 +86,13 @@ def mixed_responses(run: Path) -> list[dict]:
 
 @pytest.mark.parametrize("mode", ["interrupt", "in_flight", "drain"])
 def test_a_run_that_generates_ahead_stays_within_its_bound(mode, tmp_path):
-    run = run_here(tmp_path, mode, f"engine.update_mode={mode}")
-    check_books(run, num_steps=5)
-    assert lags(run) <= {0, 1, 2}
-    assert max(lags(run)) > 0
+    for number in range(5):
+        run = run_here(tmp_path, f"{mode}-{number}", f"engine.update_mode={mode}")
+        check_books(run, num_steps=5)
+        assert lags(run) <= {0, 1, 2}
+        assert max(lags(run)) > 0
+        if mode == "drain" or mixed_responses(run):
+            break  # on a busy machine, every response may end between two updates
     # An update in mid-response leaves tokens of two versions, unless it waits for the response to end.
     assert bool(mixed_responses(run)) == (mode != "drain")
 
