@@ -75,9 +75,7 @@ def browser() -> Iterator[Any]:
         unavailable("no playwright: pip install playwright")
     with sync_playwright() as playwright:
         # A test may run as root, for which Chromium has no sandbox.
-        opened = playwright.chromium.launch(
-            executable_path=chromium(), args=["--no-sandbox"], timeout=LIMIT_S * 1000
-        )
+        opened = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"], timeout=LIMIT_S * 1000)
         yield opened
         opened.close()
 

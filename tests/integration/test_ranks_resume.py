@@ -96,7 +96,12 @@ class Ranks:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        environment = {**os.environ, "LOG": str(log), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests/unit"}
+        environment = {
+            **os.environ,
+            "LOG": str(log),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests/unit",
+        }
         self._server = forked.popen(
             "-c", FORKING, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
