@@ -23,8 +23,8 @@ async def until_step(run: str, step: int) -> None:
 
 async def until_buffered(run: str, step: int, count: int) -> None:
     """Wait until the run says that ``count`` groups are complete, as long as it does not go on after ``step``."""
-    while (status := json.loads((Path(run) / "status.json").read_text()))["step"] <= step:
-        if status["step"] == step and status["ledger"]["buffered"] >= count:
+    while (status := json.loads((Path(run) / "status.json").read_text())).get("step", 0) <= step:
+        if status.get("step") == step and status["ledger"]["buffered"] >= count:
             return
         await asyncio.sleep(0.01)
 
