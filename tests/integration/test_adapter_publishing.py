@@ -21,14 +21,12 @@ def assert_it_learned(root) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_reward_rises_with_adapters_alone(tmp_path):
     train_here(*SETTINGS, f"run.root={tmp_path}")
     assert_it_learned(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_reward_rises_with_adapters_alone_through_two_servers(tmp_path):
     servers = ["rollout.placement=disaggregated", "rollout.launch.num_servers=2", "rollout.max_staleness=1"]
     train_here(*SETTINGS, *servers, f"run.root={tmp_path}")

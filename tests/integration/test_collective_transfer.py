@@ -19,7 +19,7 @@ from headwater.backends.native.places import ForeignServer
 from headwater.observe.spans import Spans
 from headwater.weights.publish import publish
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.slow
 
 NUM_BYTES = 3413504
 """All weights of the model, in float32."""

@@ -90,12 +90,10 @@ def test_two_ranks_that_share_every_pack_train_what_one_does(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)
 def test_two_pairs_of_ranks_train_what_one_does(tmp_path):
     compare(tmp_path, 4, 2, tuple(CASES))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)
 def test_more_ranks_than_heads_of_keys(tmp_path):
     compare(tmp_path, 4, 4, ("plain", "checkpointed, by sequence"))

@@ -112,7 +112,6 @@ def test_agents_of_the_agents_sdk_are_rollouts_through_both_apis(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_an_agent_of_the_agents_sdk_learns_to_call_its_tool(tmp_path):
     python = sdk_python()
     train_here(

@@ -180,7 +180,6 @@ def killed_and_resumed(ranks: Ranks, kind: str, root: Path, draw: random.Random)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)
 def test_runs_on_two_ranks_that_are_killed_end_bitwise_equal(tmp_path):
     ranks = Ranks(tmp_path / "log")
     draw = random.Random(17)

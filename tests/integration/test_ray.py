@@ -25,7 +25,7 @@ from headwater.rollout.ledger import LedgerCounts
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.slow
 
 NODES = """
 import functools, json, sys

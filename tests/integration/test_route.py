@@ -26,7 +26,7 @@ from headwater.core.records import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("route")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("route")]
 
 MODEL = "tiny:qwen3"
 LIMIT_S = 300.0

@@ -33,8 +33,6 @@ from headwater.trainer.rollout_setup import make_engine
 from headwater.weights import TRANSPORTS, shared_memory
 from headwater.weights.publish import publish
 
-pytestmark = pytest.mark.timeout(900)
-
 MODEL = "tiny:qwen3"
 LIMIT_S = 600.0
 CONFIG = EngineConfig(deterministic=True, kv_cache_gib=0.02, max_prefill_tokens=64, decode_steps=4)

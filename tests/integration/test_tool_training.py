@@ -37,7 +37,6 @@ def is_balanced(run) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.xdist_group("calculator")
 def test_a_tiny_model_learns_to_call_the_calculator(warm, tmp_path):
     run = learns(warm, tmp_path)
@@ -53,7 +52,6 @@ def test_a_tiny_model_learns_to_call_the_calculator(warm, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.xdist_group("calculator")
 def test_it_learns_with_stale_rollouts(warm, tmp_path):
     settings = ["rollout.max_staleness=4", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]

@@ -229,7 +229,6 @@ LONG = [
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)
 @pytest.mark.parametrize("how", ["killed rank", "stopped run"])
 def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
@@ -295,7 +294,6 @@ def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)
 def test_a_run_continues_on_another_number_of_ranks(tmp_path):
     run = tmp_path / "quickstart"
     done = subprocess.run(
@@ -312,7 +310,6 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)
 def test_the_quickstart_learns_on_two_ranks(tmp_path):
     run, steps = tmp_path / "quickstart", ("trainer.total_steps=20", "eval.every_steps=20")
     train_on_two(run, "quickstart", *steps, f"run.root={tmp_path}", limit_s=2 * LIMIT_S)

@@ -39,7 +39,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not IS_INSTALLED, reason=NO_VLLM),
     pytest.mark.xdist_group("vllm"),
-    pytest.mark.timeout(1800),
 ]
 
 MODEL = "tiny:qwen3"
