@@ -26,6 +26,8 @@ from headwater.rollout.ledger import LedgerCounts
 pytest.importorskip("ray")
 
 pytestmark = pytest.mark.slow
+ONE_RAY = pytest.mark.xdist_group("ray")
+"""One at a time: each starts dozens of processes."""
 
 NODES = """
 import functools, json, sys
@@ -58,6 +60,7 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen on the loopback address only
     "RAY_AUTH_TOKEN": "0123456789abcdef0123456789abcdef",  # otherwise Ray writes one to the home directory
     "RAY_AUTH_MODE": "token",
+    "RAY_gcs_server_port_wait_time_s": "300",  # for a busy machine
 }
 REWARD = "tests/integration/varied_reward.py:compute_score"
 NO_EVALUATION = ["eval.before=false", "eval.after=false", "eval.every_steps=0"]
@@ -178,6 +181,7 @@ def check_ledger(run: Path, num_steps: int, num_prompts: int = 32) -> None:
     assert (counts.trained, counts.dropped) == (num_prompts * num_steps, 0)
 
 
+@ONE_RAY
 def test_too_few_resources_are_an_error_that_says_which_setting_to_change(tmp_path):
     settings = ["cluster.learner.num_ranks=200", "cluster.object_store_mib=100"]
     with training(tmp_path, *settings) as process:
@@ -188,6 +192,7 @@ def test_too_few_resources_are_an_error_that_says_which_setting_to_change(tmp_pa
     assert not (tmp_path / "quickstart").exists()
 
 
+@ONE_RAY
 def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_node_end(tmp_path, nodes):
     nodes.add("learner", 1)
     nodes.add("rollout", 1)
@@ -224,6 +229,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     assert names == {"cluster.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}
 
 
+@ONE_RAY
 def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
     run = tmp_path / "quickstart"
     settings = [
@@ -256,6 +262,7 @@ def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_a
     assert diagnosis.ranks[0].pid == actor_pid(run, "learner rank 0")
 
 
+@ONE_RAY
 def test_a_learner_node_that_leaves_ends_the_run_which_resumes_when_there_is_another(tmp_path, nodes):
     """Meanwhile the ranks of one node send their weights to the servers of another one themselves."""
     for role in ("loop", "learner", "rollout"):
@@ -281,6 +288,7 @@ def test_a_learner_node_that_leaves_ends_the_run_which_resumes_when_there_is_ano
     check_ledger(run, last + 2, num_prompts=4)
 
 
+@ONE_RAY
 @pytest.mark.skipif(
     importlib.util.find_spec("aiohttp_cors") is None,
     reason="NO JOBS OF RAY: its job server is not installed; install it with pip install 'ray[default]'",

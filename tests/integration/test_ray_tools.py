@@ -15,6 +15,7 @@ pytest.importorskip("ray")
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_tools_in_actors_behave_like_those_of_the_process(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
     done = subprocess.run(
