@@ -206,7 +206,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     with training(tmp_path, *settings, environment=environment) as process:
         until(process, tmp_path, lambda: num_steps(run) >= 5)
         os.kill(actor_pid(run, "rollout-0 serves"), signal.SIGKILL)
-        until(process, tmp_path, lambda: events(run).count("rollout-0 serves") == 2 and num_steps(run) >= 15)
+        until(process, tmp_path, lambda: events(run).count("rollout-0 serves") >= 2 and num_steps(run) >= 15)
         nodes.add("spare", 1)
         nodes.remove("rollout")
         # Two servers, one that was killed, and both on the spare node.
@@ -242,7 +242,7 @@ def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_a
     with training(tmp_path, *settings) as process:
         until(process, tmp_path, lambda: num_steps(run) >= 3)
         os.kill(actor_pid(run, "learner rank 1"), signal.SIGKILL)
-        until(process, tmp_path, lambda: events(run).count("learner rank 1") == 2)
+        until(process, tmp_path, lambda: events(run).count("learner rank 1") >= 2)
         begun = num_steps(run)
         until(process, tmp_path, lambda: num_steps(run) >= begun + 2)
         os.kill(actor_pid(run, "learner rank 0"), signal.SIGKILL)
