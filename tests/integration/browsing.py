@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -114,6 +114,14 @@ def until(page: Any, expression: str, arg: object = None) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not page.evaluate(expression, arg):
         assert time.monotonic() < deadline, f"not true in {LIMIT_S:.0f} s: {expression}"
+        page.wait_for_timeout(50)
+
+
+def shows(page: Any, read: Callable[[], object], expected: object) -> None:
+    """Wait until the page shows a value. What it showed before may stay for a moment after a click."""
+    deadline = time.monotonic() + LIMIT_S
+    while (seen := read()) != expected:
+        assert time.monotonic() < deadline, f"{seen}, and not {expected}"
         page.wait_for_timeout(50)
 
 

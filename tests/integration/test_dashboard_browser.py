@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from broken_runs import MILLION, SCRIPT, make_damaged, make_hostile, make_huge
-from browsing import LIMIT_S, Dashboard, browser, drawn, names_of, page_of, serious_findings, settled, until
+from browsing import LIMIT_S, Dashboard, browser, drawn, names_of, page_of, serious_findings, settled, shows, until
 from command import CUT_DOWN, headwater, start_headwater
 from held import waits_for
 
@@ -84,8 +84,8 @@ def test_a_run_shows_its_numbers(chrome: Any, dashboard: Dashboard, runs: Path) 
     last = [each for each in records if each["kind"] == "train"][-1]
     with page_of(chrome, f"{dashboard.url}#/run/first") as page:
         page.locator("figure.chart", has_text="Entropy").wait_for()
-        shown = page.locator("dl.facts .fact", has_text="Reward").first.locator("dd").inner_text()
-        assert shown == f"{last['reward/mean']:.3f}"
+        reward = page.locator("dl.facts .fact", has_text="Reward").first.locator("dd")
+        shows(page, reward.inner_text, f"{last['reward/mean']:.3f}")
         page.get_by_text("✓ adds up").wait_for()
         assert "12 dispatched = 12 trained" in page.locator(".adds-up").inner_text()
         for title in ("Reward", "Held-out reward", "Time by stage", "Staleness", "Throughput", "Memory"):
@@ -357,7 +357,7 @@ def test_an_export_needs_no_server(chrome: Any, dashboard: Dashboard, tmp_path: 
         download.value.save_as(file)
     with page_of(chrome, f"{file.as_uri()}#/", offline=True) as page:
         page.get_by_role("heading", name="first").wait_for()
-        assert page.locator("dl.facts dd").first.inner_text() == reward
+        shows(page, page.locator("dl.facts dd").first.inner_text, reward)
         page.locator("figure.chart").first.wait_for()
         page.get_by_text("✓ adds up").wait_for()
         for tab in ("Metrics", "Timeline", "Engine", "Config"):

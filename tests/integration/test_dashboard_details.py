@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from browsing import Dashboard, browser, drawn, page_of, serious_findings, settled, until
+from browsing import Dashboard, browser, drawn, page_of, serious_findings, settled, shows, until
 from dashboard import parts
 from dashboard.pictured import save_pictures
 from running import Running
@@ -110,17 +110,17 @@ def test_a_conversation_shows_calls_results_and_rewards_of_turns(chrome: Any, da
 
 def test_the_engine_page_draws_all_numbers_of_the_engine(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/tools/engine") as page:
-        page.locator("figure.chart").first.wait_for()
-        labels = {text.split("\n")[0] for text in page.locator("figure.chart .key").all_inner_texts()}
-        assert labels >= set(ENGINE)
+        keys = page.locator("figure.chart .key")
+        shows(page, lambda: set(ENGINE) - {text.split("\n")[0] for text in keys.all_inner_texts()}, set())
 
 
 def test_held_out_curves_are_those_of_sources(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/tools") as page:
-        assert legend(page, "Held-out reward") == ["mean", "a/mean", "b/mean"]
-        assert legend(page, "Held out: other numbers of the scorer") == ["reward/acc/mean"]
+        shows(page, lambda: legend(page, "Held-out reward"), ["mean", "a/mean", "b/mean"])
+        shows(page, lambda: legend(page, "Held out: other numbers of the scorer"), ["reward/acc/mean"])
         page.goto(f"{dashboard.url}#/run/long")
-        assert legend(page, "Held-out reward") == ["mean", *(f"{source}/mean" for source in SOURCES[:7])]
+        seven = ["mean", *(f"{source}/mean" for source in SOURCES[:7])]
+        shows(page, lambda: legend(page, "Held-out reward"), seven)
         page.get_by_text("2 more are under Metrics.").wait_for()
 
 
@@ -167,7 +167,7 @@ def test_a_timeline_without_a_trace_says_what_is_not_known(chrome: Any, dashboar
     with page_of(chrome, f"{dashboard.url}#/run/tools/timeline") as page:
         page.get_by_text("because the run has no trace").wait_for()
         page.get_by_text("Of generate only the length in each step is known, not when it was").wait_for()
-        assert page.get_by_role("row", name=re.compile("^generate")).is_visible()
+        page.get_by_role("row", name=re.compile("^generate")).wait_for()
 
 
 def test_an_exported_rollout_has_all_its_tokens(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
