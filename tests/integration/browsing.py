@@ -131,7 +131,8 @@ def drawn(page: Any) -> None:
 
 
 def settled(page: Any) -> None:
-    """Wait until the page shows its data."""
+    """Wait until the page shows its data. After a change of the address, it shows the page before for a moment."""
+    drawn(page)
     page.locator("main").wait_for()
     until(page, "document.querySelector('main').innerText.trim().length > 40")
     until(page, "!document.querySelector('main .state.loading, main .is-old')")
