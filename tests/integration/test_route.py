@@ -90,9 +90,9 @@ def undisturbed() -> Iterator[Callable[[list[ModelRequest]], list[ModelResponse]
     torch.set_num_threads(before)
 
 
-NUM_TOKENS = 600
-"""The router learns every second how many requests run, so they must run for several seconds. Those of both servers
-fit the KV cache of one."""
+NUM_TOKENS = 200
+"""The router learns every second how many requests run, so they must run for several seconds, as they do in the
+deterministic mode."""
 
 
 def request(key: int, num_tokens: int = NUM_TOKENS) -> ModelRequest:
