@@ -38,9 +38,19 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 _SESSION = "HEADWATER_TEST_SESSION"
 """An environment variable that every process started by the tests inherits."""
-_GRACE_S = 60.0
+_GRACE_S = 180.0
+_SLOW_LIMIT_S = 2700.0
+"""The longest of them take a few minutes on free cores."""
 
 os.environ.setdefault(_SESSION, uuid.uuid4().hex)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give slow tests more time than the limit in pyproject.toml, which is for the others."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_LIMIT_S))
 
 
 @pytest.hookimpl(trylast=True)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,7 +75,7 @@ def browser() -> Iterator[Any]:
         unavailable("no playwright: pip install playwright")
     with sync_playwright() as playwright:
         # A test may run as root, for which Chromium has no sandbox.
-        opened = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        opened = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"], timeout=LIMIT_S * 1000)
         yield opened
         opened.close()
 
@@ -117,8 +117,22 @@ def until(page: Any, expression: str, arg: object = None) -> None:
         page.wait_for_timeout(50)
 
 
+def shows(page: Any, read: Callable[[], object], expected: object) -> None:
+    """Wait until the page shows a value. What it showed before may stay for a moment after a click."""
+    deadline = time.monotonic() + LIMIT_S
+    while (seen := read()) != expected:
+        assert time.monotonic() < deadline, f"{seen}, and not {expected}"
+        page.wait_for_timeout(50)
+
+
+def drawn(page: Any) -> None:
+    """Wait until what the page shows also works: charts are drawn, and keys are listened to, after the next frame."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50))))")
+
+
 def settled(page: Any) -> None:
-    """Wait until the page shows its data."""
+    """Wait until the page shows its data. After a change of the address, it shows the page before for a moment."""
+    drawn(page)
     page.locator("main").wait_for()
     until(page, "document.querySelector('main').innerText.trim().length > 40")
     until(page, "!document.querySelector('main .state.loading, main .is-old')")

@@ -185,7 +185,9 @@ def warm_quickstart(factory: pytest.TempPathFactory) -> Path:
 
 
 def metrics(run: Path, kind: str) -> list[dict]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # A run that is still going may be writing the last one.
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
     return [record for record in records if record["kind"] == kind]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,14 +21,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 from headwater.cluster import torchrun, turns
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.learner import LearnerStatus
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 """Of a call. A case whose ranks wait for each other fails with the message of this limit."""
 
 
@@ -124,7 +126,7 @@ def is_read_by_another_thread(group: torchrun.TorchrunGroup, learner: Any) -> di
     is_reading.wait()
     turns._TURN_LIMIT_S = 0.5
     refused = error_of(learner.offload)
-    turns._TURN_LIMIT_S = 60.0
+    turns._TURN_LIMIT_S = TIMEOUT_S
     threading.Timer(0.5, may_end.set).start()
     learner.offload()
     events.append("call")
@@ -167,12 +169,6 @@ def fork(name: str, rank: int, port: int, folder: Path) -> int:
     finally:
         sys.stderr.flush()
         os._exit(0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(folder: Path) -> None:

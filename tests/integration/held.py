@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # a run that a test starts does not have it
 
 from varied_reward import compute_score as varied
 
 from headwater.core.trajectory import Trajectory
 
 
-async def until_step(run: str, step: int) -> None:
+def has_ended(run: str, step: int) -> bool:
     metrics = Path(run) / "metrics.jsonl"
-    while not metrics.exists() or f'"kind": "train", "step": {step},' not in metrics.read_text():  # noqa: ASYNC110
+    return metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text()
+
+
+async def until_step(run: str, step: int) -> None:
+    while not has_ended(run, step):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def until_buffered(run: str, step: int, count: int) -> None:
+    """Wait until the run says that ``count`` groups are complete, as long as it does not go on after ``step``."""
+    while (status := json.loads((Path(run) / "status.json").read_text())).get("step", 0) <= step:
+        if status.get("step") == step and status["ledger"]["buffered"] >= count:
+            return
         await asyncio.sleep(0.01)
 
 
 async def compute_score(
-    data_source, solution_str, ground_truth, extra_info, *, run: str, row: int, step: int, then_s: float = 0.0
+    data_source, solution_str, ground_truth, extra_info, *, run: str, row: int, step: int, buffered: int = 0
 ) -> float:
-    """The varied reward; of ``row`` not before ``step`` of ``run`` has ended, and ``then_s`` more."""
+    """The varied reward; of ``row`` not before ``step`` of ``run`` has ended and ``buffered`` groups are complete."""
     if extra_info["index"] == row:
         await until_step(run, step)
-        await asyncio.sleep(then_s)
+        await until_buffered(run, step, buffered)
     return varied(data_source, solution_str, ground_truth, extra_info)
+
+
+async def until_told(data_source, solution_str, ground_truth, extra_info, *, run: str, step: int, go: str) -> float:
+    """The varied reward; when ``step`` of ``run`` has ended, not before there is a file ``go``."""
+    while has_ended(run, step) and not Path(go).exists():  # noqa: ASYNC110, ASYNC240
+        await asyncio.sleep(0.01)
+    return varied(data_source, solution_str, ground_truth, extra_info)
+
+
+def waits_for(go: Path, run: Path, step: int) -> list[str]:
+    """Settings under which a run stops soon after ``step``, and goes on when there is a file ``go``."""
+    arguments = f"reward.function_args={{run: {run}, step: {step}, go: {go}}}"
+    return ["reward.function=tests/integration/held.py:until_told", arguments, "reward.timeout_s=1200"]
 
 
 class TwoParts:

@@ -20,6 +20,9 @@ from headwater.cluster import keep_ray_local
 from headwater.core.errors import DataError
 from headwater.tools.base import BaseTool, ToolUnavailable
 
+TIMEOUT_S = 20
+"""Of a call: much longer than a busy machine takes to start the sandbox of the tool ``python``."""
+
 
 class Counter(BaseTool):
     """Counts in each episode, in the process of its actor."""
@@ -65,7 +68,7 @@ def fail(how: str) -> str:
     if how == "unavailable":
         raise ToolUnavailable("the service is down")
     if how == "slow":
-        for _ in range(600):
+        for _ in range(6000):
             time.sleep(0.1)
     if how == "bytes":
         return b"bytes"  # type: ignore[return-value]
@@ -121,7 +124,7 @@ async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
         first = await call(session, "count", by=1)
         os.kill(int(first["text"].rpartition(" ")[2]), 9)
         results["after death"] = [await call(session, "count", by=1)]
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while "state of this episode" not in (last := await call(session, "count", by=1))["text"]:
             assert time.monotonic() < deadline, last
             await asyncio.sleep(0.5)
@@ -142,7 +145,7 @@ def main(folder: Path) -> None:
     settings = [
         "cluster=ray", "cluster.object_store_mib=100", "cluster.learner.cpus_per_rank=0.25",
         "cluster.rollout.cpus_per_server=0.25", "cluster.tools.num_actors=2", "cluster.tools.cpus_per_actor=0.25",
-        "rollout.workflow=tool_agent", uses, "tools.timeout_s=5", "tools.parser=hermes",
+        "rollout.workflow=tool_agent", uses, f"tools.timeout_s={TIMEOUT_S}", "tools.parser=hermes",
         "data.max_image_pixels=3136",
     ]  # fmt: skip
     settings.append(f"tools.args={json.dumps({f'{here}:Counter': {'folder': str(folder)}})}")

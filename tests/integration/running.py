@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -11,15 +10,9 @@ import urllib.request
 
 import forked
 from command import ROOT
+from ports import free_port
 
 _LIMIT_S = 300.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Running:
@@ -40,7 +33,7 @@ class Running:
         deadline = time.monotonic() + _LIMIT_S
         while True:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                with urllib.request.urlopen(f"{self.url}/health", timeout=60):
                     return self
             except (urllib.error.URLError, OSError):
                 assert self._process is not None and self._process.poll() is None, "it has ended"  # noqa: PT018

@@ -13,7 +13,6 @@ NUM_STEPS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipes", RECIPES, ids=lambda recipes: recipes[-1])
 def test_held_out_reward_rises(recipes, tmp_path, tmp_path_factory):
     settings = [f"run.root={tmp_path}", "run.name=run", *FOR_A_TINY_MODEL.get(recipes[-1], [])]

@@ -86,19 +86,22 @@ def mixed_responses(run: Path) -> list[dict]:
 
 @pytest.mark.parametrize("mode", ["interrupt", "in_flight", "drain"])
 def test_a_run_that_generates_ahead_stays_within_its_bound(mode, tmp_path):
-    run = run_here(tmp_path, mode, f"engine.update_mode={mode}")
-    check_books(run, num_steps=5)
-    assert lags(run) <= {0, 1, 2}
-    assert max(lags(run)) > 0
+    for number in range(5):
+        run = run_here(tmp_path, f"{mode}-{number}", f"engine.update_mode={mode}")
+        check_books(run, num_steps=5)
+        assert lags(run) <= {0, 1, 2}
+        assert max(lags(run)) > 0
+        if mode == "drain" or mixed_responses(run):
+            break  # on a busy machine, every response may end between two updates
     # An update in mid-response leaves tokens of two versions, unless it waits for the response to end.
     assert bool(mixed_responses(run)) == (mode != "drain")
 
 
-def hold(run: Path, step: int, then_s: float = 0.0) -> list[str]:
-    """Settings under which the first prompt is scored only after ``step`` has ended, and ``then_s`` more."""
+def hold(run: Path, step: int, buffered: int = 0) -> list[str]:
+    """Settings under which the first prompt is scored only after ``step``, when ``buffered`` groups are complete."""
     row = ShufflingSampler(num_rows=50, seed=0).take(1)[0].index
-    held = f"{{run: {run}, row: {row}, step: {step}, then_s: {then_s}}}"
-    return ["reward.function=tests/integration/held.py:compute_score", f"reward.function_args={held}"]
+    held = f"reward.function_args={{run: {run}, row: {row}, step: {step}, buffered: {buffered}}}"
+    return ["reward.function=tests/integration/held.py:compute_score", held, "reward.timeout_s=1200"]
 
 
 SHORT = ["rollout.max_staleness=1", "rollout.max_new_tokens=8"]
@@ -123,15 +126,15 @@ def test_what_is_too_old_is_dropped_and_drawn_once_more(tmp_path):
 
 
 def test_what_would_become_too_old_is_waited_for(tmp_path):
-    """The first prompt's group must be in the second batch; it is, though a batch of others is ready long before."""
+    """The first prompt's group must be in the second batch; it is, though all others are complete before it."""
     run = run_here(
-        tmp_path, "wait", "rollout.on_stale=wait", "trainer.total_steps=4", *SHORT, *hold(tmp_path / "wait", 1, 1.5)
+        tmp_path, "wait", "rollout.on_stale=wait", "trainer.total_steps=4", *SHORT, *hold(tmp_path / "wait", 1, 7)
     )
     check_books(run, num_steps=4)
     second = metrics(run, "train")[1]
     assert 0 not in [each["id"] for each in ledger(run)[0]["trained"]]
     assert 0 in [each["id"] for each in ledger(run)[1]["trained"]]
-    assert second["time/wait_s"] > 1.0
+    assert second["time/wait_s"] > 0
     assert second["rollouts/buffered"] >= 4
     assert sum(each["staleness/dropped_groups"] for each in metrics(run, "train")) == 0
     assert sum(each["staleness/masked_tokens"] for each in metrics(run, "train")) == 0

@@ -19,7 +19,7 @@ from headwater.backends.native.places import ForeignServer
 from headwater.observe.spans import Spans
 from headwater.weights.publish import publish
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 NUM_BYTES = 3413504
 """All weights of the model, in float32."""
@@ -47,7 +47,7 @@ def test_two_ranks_send_to_two_engines_and_survive_one_that_dies_or_stops(tmp_pa
     assert plain["is_exported"], "merged adapters"
     assert again["num_bytes"] < NUM_BYTES / 100, "nothing has changed"
     # Far below the limit of an engine call, which is an hour.
-    assert max(seen["killed"]["seconds"], seen["stopped"]["seconds"]) < 120
+    assert max(seen["killed"]["seconds"], seen["stopped"]["seconds"]) < 600
 
 
 def test_a_server_outlives_a_learner_that_is_killed_while_it_sends(tmp_path):
@@ -65,7 +65,7 @@ def test_a_server_outlives_a_learner_that_is_killed_while_it_sends(tmp_path):
         with closing(engine):
             started = time.monotonic()
             published = publish(collective_ranks.OneRank(2), engine, 8)
-            assert time.monotonic() - started < 120
+            assert time.monotonic() - started < 600
             assert engine.weights_checksum() == published.serving
             assert engine.get_version() == 8
         server.stdin.close()

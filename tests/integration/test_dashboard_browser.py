@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from broken_runs import MILLION, SCRIPT, make_damaged, make_hostile, make_huge
-from browsing import Dashboard, browser, names_of, page_of, serious_findings, settled, until
+from browsing import LIMIT_S, Dashboard, browser, drawn, names_of, page_of, serious_findings, settled, shows, until
 from command import CUT_DOWN, headwater, start_headwater
+from held import waits_for
 
 from headwater.cli.ui import redirect
 
@@ -83,8 +84,8 @@ def test_a_run_shows_its_numbers(chrome: Any, dashboard: Dashboard, runs: Path) 
     last = [each for each in records if each["kind"] == "train"][-1]
     with page_of(chrome, f"{dashboard.url}#/run/first") as page:
         page.locator("figure.chart", has_text="Entropy").wait_for()
-        shown = page.locator("dl.facts .fact", has_text="Reward").first.locator("dd").inner_text()
-        assert shown == f"{last['reward/mean']:.3f}"
+        reward = page.locator("dl.facts .fact", has_text="Reward").first.locator("dd")
+        shows(page, reward.inner_text, f"{last['reward/mean']:.3f}")
         page.get_by_text("✓ adds up").wait_for()
         assert "12 dispatched = 12 trained" in page.locator(".adds-up").inner_text()
         for title in ("Reward", "Held-out reward", "Time by stage", "Staleness", "Throughput", "Memory"):
@@ -200,21 +201,25 @@ def read(text: str) -> float:
 def test_everything_can_be_done_with_the_keyboard(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}?#/?search=first") as page:
         page.locator("table.runs tbody tr").first.wait_for()
+        drawn(page)
         page.keyboard.press("?")
         page.get_by_role("dialog").wait_for()
         page.keyboard.press("Escape")
         page.get_by_role("dialog").wait_for(state="detached")
+        drawn(page)
         page.keyboard.press("j")
-        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-        assert outline == "solid", "the focus is visible"
+        until(page, "getComputedStyle(document.activeElement).outlineStyle === 'solid'")  # the focus is visible
         page.keyboard.press("Enter")
         page.get_by_role("heading", name="first").wait_for()
+        drawn(page)
         page.keyboard.press("3")
         page.locator("table.rollouts tbody tr").first.wait_for()
+        drawn(page)
         page.keyboard.press("j")
         page.keyboard.press("j")
         page.keyboard.press("Enter")
         page.locator(".token-field .tok.is-chosen").wait_for()
+        drawn(page)
         before = page.locator("[data-value=token-place]").inner_text()
         page.locator(".token-field").focus()
         page.keyboard.press("ArrowRight")
@@ -222,13 +227,18 @@ def test_everything_can_be_done_with_the_keyboard(chrome: Any, dashboard: Dashbo
         colour = page.get_by_label("Colour by").input_value()
         page.keyboard.press("c")
         until(page, "colour => document.querySelector('.token-view select').value !== colour", arg=colour)
+        drawn(page)
         page.keyboard.press("m")
         until(page, "location.hash.includes('at=')")
+        drawn(page)
         url = page.url
         page.keyboard.press("]")
         until(page, "url => location.href !== url", arg=url)
+        page.locator(".token-field .tok.is-chosen").wait_for()
+        drawn(page)
         page.keyboard.press("g")
         page.locator(".side-by-side > li").first.wait_for()
+        drawn(page)
         page.keyboard.press("d")
         until(page, "document.documentElement.dataset.theme === 'light'")
         page.keyboard.press("d")
@@ -275,7 +285,7 @@ def test_pages_fit_a_phone(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, dashboard.url, width=375) as page:
         for _ in open_every_page(page, dashboard.url):
             # The timeline is drawn again once it knows its width.
-            page.wait_for_function("document.documentElement.scrollWidth <= 375", timeout=120_000)
+            until(page, "document.documentElement.scrollWidth <= 375")
 
 
 def test_script_in_texts_is_shown_and_not_run(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
@@ -333,6 +343,7 @@ def test_a_run_is_deleted_while_it_is_open(chrome: Any, dashboard: Dashboard, ru
         shutil.rmtree(runs / "doomed")
         page.get_by_role("heading", name="This run is not there").first.wait_for()
         page.get_by_role("link", name="All runs").first.click()
+        page.get_by_role("link", name="doomed").wait_for(state="detached")
         assert "doomed" not in names_of(page)
 
 
@@ -346,7 +357,7 @@ def test_an_export_needs_no_server(chrome: Any, dashboard: Dashboard, tmp_path: 
         download.value.save_as(file)
     with page_of(chrome, f"{file.as_uri()}#/", offline=True) as page:
         page.get_by_role("heading", name="first").wait_for()
-        assert page.locator("dl.facts dd").first.inner_text() == reward
+        shows(page, page.locator("dl.facts dd").first.inner_text, reward)
         page.locator("figure.chart").first.wait_for()
         page.get_by_text("✓ adds up").wait_for()
         for tab in ("Metrics", "Timeline", "Engine", "Config"):
@@ -359,11 +370,12 @@ def test_an_export_needs_no_server(chrome: Any, dashboard: Dashboard, tmp_path: 
         assert not serious_findings(page)
 
 
-def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path, tmp_path: Path) -> None:
     with page_of(chrome, dashboard.url) as page:
         names_of(page)
-        training = start_headwater("train", "quickstart", *CUT_DOWN, "trainer.total_steps=25",
-                                   f"run.root={runs}", "run.name=living")  # fmt: skip
+        go = tmp_path / "go"
+        training = start_headwater("train", "quickstart", *CUT_DOWN, "trainer.total_steps=25", f"run.root={runs}",
+                                   "run.name=living", *waits_for(go, runs / "living", 2))  # fmt: skip
         try:
             page.get_by_role("link", name="living").click()
             page.get_by_text("running").first.wait_for()
@@ -375,12 +387,13 @@ def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path) -
             page.get_by_text("As the run wrote it").wait_for()
             page.get_by_role("heading", name="Requests", exact=True).wait_for()
             page.get_by_role("link", name="Overview", exact=True).click()
+            go.touch()
             until(page, f"{steps} > {seen}")
             page.get_by_text("finished").first.wait_for()
-            assert page.evaluate(steps) == 25
+            until(page, f"{steps} === 25")
             page.get_by_text("100 dispatched = 100 trained").wait_for()
             assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "navigate", "no reload"
-            training.communicate(timeout=300)
+            training.communicate(timeout=LIMIT_S)
             assert training.returncode == 0
         finally:
             training.kill()
@@ -397,6 +410,7 @@ def test_a_token_keeps_others_out(chrome: Any, runs: Path, tmp_path: Path) -> No
             assert "token" in page.locator("body").inner_text()
         # The file that a browser is started with, so that the token is not among its arguments.
         context = chrome.new_context()
+        context.set_default_timeout(LIMIT_S * 1000)
         page = context.new_page()
         page.goto(redirect(guarded.url, str(tmp_path)))
         page.wait_for_url(f"{address}**")

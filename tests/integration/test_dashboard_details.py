@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from browsing import Dashboard, browser, page_of, serious_findings, settled, until
+from browsing import Dashboard, browser, drawn, page_of, serious_findings, settled, shows, until
 from dashboard import parts
 from dashboard.pictured import save_pictures
 from running import Running
@@ -105,22 +105,22 @@ def test_a_conversation_shows_calls_results_and_rewards_of_turns(chrome: Any, da
         page.locator(".side-by-side .call").first.wait_for()
         assert page.locator(".side-by-side > li").count() == 4
         assert not serious_findings(page)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+        until(page, "document.documentElement.scrollWidth <= 1280")
 
 
 def test_the_engine_page_draws_all_numbers_of_the_engine(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/tools/engine") as page:
-        page.locator("figure.chart").first.wait_for()
-        drawn = {text.split("\n")[0] for text in page.locator("figure.chart .key").all_inner_texts()}
-        assert drawn >= set(ENGINE)
+        keys = page.locator("figure.chart .key")
+        shows(page, lambda: set(ENGINE) - {text.split("\n")[0] for text in keys.all_inner_texts()}, set())
 
 
 def test_held_out_curves_are_those_of_sources(chrome: Any, dashboard: Dashboard) -> None:
     with page_of(chrome, f"{dashboard.url}#/run/tools") as page:
-        assert legend(page, "Held-out reward") == ["mean", "a/mean", "b/mean"]
-        assert legend(page, "Held out: other numbers of the scorer") == ["reward/acc/mean"]
+        shows(page, lambda: legend(page, "Held-out reward"), ["mean", "a/mean", "b/mean"])
+        shows(page, lambda: legend(page, "Held out: other numbers of the scorer"), ["reward/acc/mean"])
         page.goto(f"{dashboard.url}#/run/long")
-        assert legend(page, "Held-out reward") == ["mean", *(f"{source}/mean" for source in SOURCES[:7])]
+        seven = ["mean", *(f"{source}/mean" for source in SOURCES[:7])]
+        shows(page, lambda: legend(page, "Held-out reward"), seven)
         page.get_by_text("2 more are under Metrics.").wait_for()
 
 
@@ -135,10 +135,12 @@ def test_a_zoom_shows_single_steps(chrome: Any, dashboard: Dashboard) -> None:
         page.get_by_text("drawn as 1 000 means").wait_for()
         drag(page)
         page.get_by_text("are drawn one by one").wait_for()
+        drawn(page)
         page.locator(".plot").focus()
         seen = []
         for _ in range(3):
             page.keyboard.press("ArrowRight")
+            drawn(page)
             seen.append(int(re.sub(r"\D", "", page.locator(".where").inner_text())))
             value = page.locator(".legend .value").inner_text()
             assert float(re.sub(r"\s", "", value)) == pytest.approx(seen[-1] / 8, abs=0.5)
@@ -153,6 +155,7 @@ def test_a_zoom_shows_single_steps(chrome: Any, dashboard: Dashboard) -> None:
 
 def drag(page: Any) -> None:
     """Over two hundredths of a chart."""
+    drawn(page)
     box = page.locator(".plot .u-over").bounding_box()
     page.mouse.move(box["x"] + 0.50 * box["width"], box["y"] + 50)
     page.mouse.down()
@@ -164,7 +167,7 @@ def test_a_timeline_without_a_trace_says_what_is_not_known(chrome: Any, dashboar
     with page_of(chrome, f"{dashboard.url}#/run/tools/timeline") as page:
         page.get_by_text("because the run has no trace").wait_for()
         page.get_by_text("Of generate only the length in each step is known, not when it was").wait_for()
-        assert page.get_by_role("row", name=re.compile("^generate")).is_visible()
+        page.get_by_role("row", name=re.compile("^generate")).wait_for()
 
 
 def test_an_exported_rollout_has_all_its_tokens(chrome: Any, dashboard: Dashboard, tmp_path: Path) -> None:
@@ -279,7 +282,7 @@ def test_a_running_server_is_shown(chrome: Any, runs: Path) -> None:
             assert "tiny:qwen3" in panel.inner_text()
             assert not serious_findings(page)
             page.set_viewport_size({"width": 375, "height": 860})
-            assert page.evaluate("document.documentElement.scrollWidth") <= 375
+            until(page, "document.documentElement.scrollWidth <= 375")
             server.kill()
             panel.get_by_text("no answer").wait_for()
             assert not serious_findings(page)

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 import forked
 import pytest
 from command import ROOT
-from running import Running, free_port
+from ports import free_port
+from running import Running
 
 from headwater.dashboard.servers import server_states
 
 pytestmark = pytest.mark.slow
+
+LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +32,10 @@ def urls() -> Iterator[tuple[str, str]]:
             "-m", "headwater", "route", url, "--port", port, cwd=ROOT,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while True:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/servers", timeout=5):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/servers", timeout=60):
                     break
             except (urllib.error.URLError, OSError):
                 assert time.monotonic() < deadline, "the router does not answer"

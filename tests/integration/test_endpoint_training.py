@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pyarrow.parquet as pq
 import pytest
@@ -27,10 +28,17 @@ def left_behind() -> list[str]:
     return [line for line in found.splitlines() if "fork_server.py" in line and line.split()[0] == str(os.getpid())]
 
 
+def assert_nothing_is_left() -> None:
+    deadline = time.monotonic() + 300
+    while left := left_behind():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
 def test_agents_that_fail_are_dropped_and_counted(tmp_path):
     train_here(
         *SETTINGS, f"{AGENT}:unreliable", f"run.root={tmp_path}", "run.name=failing", "trainer.total_steps=3",
-        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=3",
+        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=15",
     )  # fmt: skip
     run = tmp_path / "failing"
     last = RunDirectory.open(run).read_ledger()[-1]["counts"]
@@ -40,7 +48,7 @@ def test_agents_that_fail_are_dropped_and_counted(tmp_path):
     said = " ".join(each["message"] for each in dropped)
     assert sum(words in said for words in ("a bad row", "exited with status 4", "killed by SIGKILL", "no reply")) >= 2
     assert sum(each["groups/dropped_agent_failed"] for each in metrics(run, "train")) > 0
-    assert not left_behind()
+    assert_nothing_is_left()
 
 
 def test_a_run_with_agents_is_replayed_bit_by_bit(tmp_path):
@@ -69,7 +77,7 @@ def test_a_run_with_agents_is_resumed_and_evaluated(tmp_path):
     evaluated = headwater("eval", tmp_path / "resumed", "eval.num_prompts=4", "--show", "4")
     assert evaluated.code == 0, evaluated.stderr
     assert evaluated.stdout.count("    [user]\n    Sure?\n    [assistant]\n") == 4
-    assert not left_behind()
+    assert_nothing_is_left()
 
 
 def test_an_agent_that_cannot_be_imported_stops_the_run_with_its_error(tmp_path):
@@ -100,11 +108,10 @@ def test_agents_of_the_agents_sdk_are_rollouts_through_both_apis(tmp_path):
     assert {info["api"] for info in infos} <= {"chat_completions", "responses"}
     assert all(info["agent_calls"] == {"answered": 1} for info in infos)
     assert all(row["reward"] == info["length"] % 3 for row, info in zip(rows, infos, strict=True))
-    assert not left_behind()
+    assert_nothing_is_left()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_an_agent_of_the_agents_sdk_learns_to_call_its_tool(tmp_path):
     python = sdk_python()
     train_here(

@@ -30,11 +30,11 @@ def test_an_error_of_one_rank_in_an_export_ends_the_others_and_is_named(outcomes
     }  # fmt: skip
 
 
-def test_a_killed_rank_is_named_within_a_minute(outcomes):
+def test_a_killed_rank_is_named_before_the_limit_of_its_call(outcomes):
     failure = "rank 1: its process has ended (killed, out of memory or crashed; see its output)"
     assert outcomes["killed"]["error"] in ("interrupt", f"RankFailed: {failure}")
     assert outcomes["killed"]["failure"] == failure
-    assert outcomes["killed"]["seconds"] < 60
+    assert outcomes["killed"]["seconds"] < failing_ranks.TIMEOUT_S
 
 
 def test_ranks_that_fail_alike_in_an_export_stay_usable(outcomes):

@@ -24,7 +24,7 @@ def test_crashes_and_hangs_are_dropped_and_counted(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(REWARD.format(crashes="(1,)", hangs="(2,)"))
     done = headwater(
-        "train", *SMALL, f"run.root={tmp_path}", f"reward.function={file}", "reward.timeout_s=0.3",
+        "train", *SMALL, f"run.root={tmp_path}", f"reward.function={file}", "reward.timeout_s=2",
         "rollout.on_failure=drop", "rollout.max_staleness=1", "eval.before=false", "eval.after=false",
         "reward.max_failed_share=1",
     )  # fmt: skip

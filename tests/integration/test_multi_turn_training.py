@@ -30,7 +30,6 @@ def test_each_answer_is_trained_and_no_feedback_is(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_first_and_last_answers_get_better(tmp_path):
     train_here(RECIPE, f"run.root={tmp_path}", "trainer.total_steps=20", "eval.every_steps=20")
     run = tmp_path / RECIPE

@@ -39,7 +39,8 @@ VICTIMS = ("rank 0", "rank 1", "both")
 is not part of this test, ends the others."""
 
 FORKING = """
-import os, signal, socket, sys, threading
+import os, signal, sys, threading
+from ports import free_port
 from headwater.cli.main import main
 from headwater.trainer.recorder import Recorder
 import headwater.trainer.loop, headwater.cluster.torchrun, headwater.learner.learner, headwater.engine.engine
@@ -77,9 +78,7 @@ def rank_of(number, port, arguments, prepare):
 
 for line in sys.stdin:
     place, delay_s, victim, *arguments = line.rstrip("\\n").split("\\t")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     other = rank_of(1, port, arguments, lambda: None)
     def kill():
         if victim != "rank 0":
@@ -97,7 +96,12 @@ class Ranks:
 
     def __init__(self, log: Path) -> None:
         self.log = log
-        environment = {**os.environ, "LOG": str(log), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src"}
+        environment = {
+            **os.environ,
+            "LOG": str(log),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests/unit",
+        }
         self._server = forked.popen(
             "-c", FORKING, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )

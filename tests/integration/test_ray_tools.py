@@ -15,6 +15,7 @@ pytest.importorskip("ray")
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_tools_in_actors_behave_like_those_of_the_process(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
     done = subprocess.run(
@@ -37,11 +38,11 @@ def test_tools_in_actors_behave_like_those_of_the_process(tmp_path):
     failures = {how: (results[how]["failure"], results[how]["text"]) for how in ("unavailable", "slow", "bytes", "key")}
     assert failures == {
         "unavailable": ("unavailable", "Error: fail is not available: the service is down"),
-        "slow": ("timed_out", "Error: fail did not finish within 5 s"),
+        "slow": ("timed_out", f"Error: fail did not finish within {ray_tools.TIMEOUT_S} s"),
         "bytes": ("bad_result", "Error: fail returned no valid result"),
         "key": ("raised", "Error: fail raised LookupError: no key"),
     }
-    assert results["slow took"] < 30, "the function in the actor is interrupted"
+    assert results["slow took"] < 300, "the function in the actor is interrupted"
     assert results["python"]["text"].strip() == "42", results["python"]
     assert results["drawn"] == [56, 56], "data.max_image_pixels holds in actors, too"
     assert "create of tool count does not take begin" in results["row"]

@@ -27,8 +27,11 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("runs")
-    train_here(*SETTINGS, f"run.root={root}", "run.name=recorded", "engine.deterministic=true")
+    for _ in range(5):
+        root = tmp_path_factory.mktemp("runs")
+        train_here(*SETTINGS, f"run.root={root}", "run.name=recorded", "engine.deterministic=true")
+        if is_updated_midway(root / "recorded"):
+            break  # on a busy machine, every response may end between two updates
     return root / "recorded"
 
 
@@ -48,6 +51,10 @@ def parts(run: Path) -> list[list]:
     return [made for record in records for group in record["trained"] for _, _, made in group["requests"]]
 
 
+def is_updated_midway(run: Path) -> bool:
+    return any(len(made) > 1 for made in parts(run))
+
+
 def copy_of(run: Path, name: str) -> Path:
     copy = run.with_name(name)
     shutil.copytree(run, copy)
@@ -62,7 +69,7 @@ def change_ledger(run: Path, change) -> None:
 
 
 def test_every_step_gives_the_recorded_weights(replay, recorded):
-    assert any(len(made) > 1 for made in parts(recorded)), "no update came in the middle of a response"
+    assert is_updated_midway(recorded), "no update came in the middle of a response"
     result = replay(recorded)
     assert result.code == 0, result.stderr
     assert "The weights of all 5 steps equal the recorded ones, bit for bit" in result.stdout
@@ -164,10 +171,14 @@ def test_a_run_of_two_ranks_is_replayed_on_two_ranks(replay, tmp_path):
     run, ranks = tmp_path / "ranks", Ranks(tmp_path / "log")
     try:
         settings = [*SETTINGS, "trainer.total_steps=3", "engine.deterministic=true", "trainer.checkpoint_every_steps=1"]
-        assert ranks(*settings, f"run.root={tmp_path}", "run.name=ranks") == [0, 0], ranks.log.read_text()[-3000:]
-        assert ranks("--resume", run, "trainer.total_steps=5") == [0, 0], ranks.log.read_text()[-3000:]
+        for _ in range(5):  # on a busy machine, every response may end between two updates
+            shutil.rmtree(run, ignore_errors=True)
+            assert ranks(*settings, f"run.root={tmp_path}", "run.name=ranks") == [0, 0], ranks.log.read_text()[-3000:]
+            assert ranks("--resume", run, "trainer.total_steps=5") == [0, 0], ranks.log.read_text()[-3000:]
+            if is_updated_midway(run):
+                break
         assert json.loads((run / "status.json").read_text())["learner"]["num_ranks"] == 2
-        assert any(len(made) > 1 for made in parts(run)), "no update came in the middle of a response"
+        assert is_updated_midway(run), "no update came in the middle of a response"
         assert ranks(run, command="replay") == [0, 0], ranks.log.read_text()[-3000:]
         assert "The weights of all 5 steps equal the recorded ones, bit for bit" in ranks.log.read_text()
         found, again = (

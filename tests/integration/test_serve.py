@@ -57,6 +57,8 @@ class Server:
     lines: list[str] = field(default_factory=list)
     url: str = ""
     key: str = ""
+    reader: threading.Thread | None = None
+    """Reads its lines."""
 
     def call(self, path: str, body: Any = None, **headers: str) -> Answer:
         """POST with a body, GET without."""
@@ -87,7 +89,10 @@ class Server:
     def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(timeout=300)
+        code = self.process.wait(timeout=300)
+        if self.reader is not None:
+            self.reader.join(300)  # its last lines may still be on their way
+        return code
 
 
 def _parsed(body: bytes) -> Any:
@@ -113,7 +118,8 @@ def start(*arguments: str, key: str = "") -> Server:
                 ready.put(line.split()[-1])
         ready.put(None)
 
-    threading.Thread(target=read, daemon=True).start()
+    server.reader = threading.Thread(target=read, daemon=True)
+    server.reader.start()
     url = ready.get(timeout=600)
     assert url is not None, "".join(server.lines)
     server.url = url

@@ -35,8 +35,6 @@ from headwater.trainer.rollout_setup import make_engine
 from headwater.weights import TRANSPORTS, shared_memory
 from headwater.weights.publish import publish
 
-pytestmark = pytest.mark.timeout(900)
-
 MODEL = "tiny:qwen3"
 LIMIT_S = 600.0
 CONFIG = EngineConfig(deterministic=True, kv_cache_gib=0.02, max_prefill_tokens=64, decode_steps=4)
@@ -104,15 +102,18 @@ def bits(responses: list[ModelResponse]) -> list[Any]:
     return [(each.output_tokens, each.output_logprobs, each.stop_reason) for each in responses]
 
 
+IsOver = Callable[[], bool]
+
+
 def generate(
-    engine: NativeEngine, asked: list[ModelRequest], meanwhile: Callable[[], Any] = lambda: None
+    engine: NativeEngine, asked: list[ModelRequest], meanwhile: Callable[[IsOver], Any] = lambda is_over: None
 ) -> list[ModelResponse]:
-    """All responses; ``meanwhile`` happens in another thread."""
+    """All responses; ``meanwhile`` happens in another thread, and can ask whether all of them have ended."""
 
     async def run() -> list[ModelResponse]:
         answers = asyncio.gather(*(engine.agenerate(each) for each in asked))
         await asyncio.sleep(0)  # all of them have asked
-        await asyncio.to_thread(meanwhile)
+        await asyncio.to_thread(meanwhile, answers.done)
         return await asyncio.wait_for(answers, LIMIT_S)
 
     return asyncio.run(run())
@@ -125,11 +126,13 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def some_tokens(engine: NativeEngine, least: int = 5) -> None:
+def some_tokens(engine: NativeEngine, is_over: IsOver, least: int = 5) -> None:
+    """Wait until a response has some tokens. On a busy machine, all may have ended before this is seen."""
+
     def has_some() -> bool:
         return any(each.num_tokens >= least for each in list(engine._server.requests._open.values()))
 
-    wait_until(has_some, "no tokens come")
+    wait_until(lambda: has_some() or is_over(), "no tokens come")
 
 
 def test_the_same_bits_as_in_this_process(served, undisturbed):
@@ -187,21 +190,24 @@ def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelRes
 def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
     """Up to the update the old weights speak, after it the new ones. ``old`` and ``new`` are their seeds."""
     use_transport(served, "shared_memory")
-    version = served.get_version() + 1
-    served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
-    before, update = served.weights_checksum(), WeightUpdate.of(version + 1, weights(new))
-    asked = requests(3, 32)
+    for num_tokens in (32, 128, 512, 1500):
+        version = served.get_version() + 1
+        served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
+        before, update = served.weights_checksum(), WeightUpdate.of(version + 1, weights(new))
+        asked = requests(3, num_tokens)
 
-    def update_meanwhile() -> None:
-        some_tokens(served)
-        served.update_weights(update, mode).result(LIMIT_S)
+        def update_meanwhile(is_over: IsOver) -> None:
+            some_tokens(served, is_over)
+            served.update_weights(update, mode).result(LIMIT_S)  # noqa: B023
 
-    responses = generate(served, asked, update_meanwhile)
+        responses = generate(served, asked, update_meanwhile)
+        if mode == "drain" or all(0 < each.output_versions.count(version) < num_tokens for each in responses):
+            break  # on a busy machine, short ones may end before the update
     for request, response, alone in zip(asked, responses, undisturbed(asked, old), strict=True):
         versions = response.output_versions
         count = versions.count(version)
-        assert versions == (version,) * count + (version + 1,) * (32 - count)
-        assert count == 32 if mode == "drain" else 0 < count < 32
+        assert versions == (version,) * count + (version + 1,) * (num_tokens - count)
+        assert count == num_tokens if mode == "drain" else 0 < count < num_tokens
         assert response.output_tokens[:count] == alone.output_tokens[:count]
         assert response.output_logprobs[:count] == alone.output_logprobs[:count]
         rest = [(response.output_tokens[count:], response.output_logprobs[count:], "length")]
@@ -218,23 +224,27 @@ def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
 
 def test_an_update_while_prompts_are_computed(served, undisturbed):
     """What was drawn stays; prompts that are half computed are computed anew; nothing is lost."""
-    old, new, version = 1, 2, served.get_version() + 1
-    served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
-    asked, update = requests(4, 4, num_prompt=250), WeightUpdate.of(version + 1, weights(new))
+    old, new = 1, 2
 
     def num_computed() -> int:
         return served._ask("/metrics.json")["num_tokens_prefilled"]
 
-    num_before = num_computed()
+    for num_prompts in (4, 16, 32):
+        version = served.get_version() + 1
+        served.update_weights(WeightUpdate.of(version, weights(old))).result(LIMIT_S)
+        asked, update = requests(num_prompts, 4, num_prompt=250), WeightUpdate.of(version + 1, weights(new))
+        num_before = num_computed()
 
-    def update_meanwhile() -> None:
-        wait_until(lambda: num_computed() > num_before, "no prompt is computed")
-        served.update_weights(update, "interrupt").result(LIMIT_S)
+        def update_meanwhile(is_over: IsOver) -> None:
+            wait_until(lambda: num_computed() > num_before, "no prompt is computed")  # noqa: B023
+            served.update_weights(update, "interrupt").result(LIMIT_S)  # noqa: B023
 
-    responses = generate(served, asked, update_meanwhile)
+        responses = generate(served, asked, update_meanwhile)
+        counts = [each.output_versions.count(version) for each in responses]
+        if 0 in counts:
+            break  # on a busy machine, a few prompts may be computed before the update comes
     # Some had been computed under the old weights, which was in vain.
-    assert num_computed() - num_before > 4 * 250
-    counts = [each.output_versions.count(version) for each in responses]
+    assert num_computed() - num_before > num_prompts * 250
     assert 0 in counts, "all prompts had been computed before the update came"
     for request, response, count in zip(asked, responses, counts, strict=True):
         assert response.output_versions == (version,) * count + (version + 1,) * (4 - count)
@@ -255,8 +265,8 @@ def test_killed_half_way(served, undisturbed):
     weights_then, pid = served.weights_checksum(), served.pid
     asked = [*requests(5, 60), *requests(1, 60, stop_strings=("zzzz",))]
 
-    def kill() -> None:
-        some_tokens(served)
+    def kill(is_over: IsOver) -> None:
+        some_tokens(served, is_over)
         os.kill(served.pid, signal.SIGKILL)
         publish_again(served, weights(2))
 
@@ -275,8 +285,8 @@ def test_told_to_stop_while_paused(served, undisturbed):
     served.set_version(51)
     asked, pid = requests(3, 40), served.pid
 
-    def stop() -> None:
-        some_tokens(served)
+    def stop(is_over: IsOver) -> None:
+        some_tokens(served, is_over)
         served.pause()
         os.kill(pid, signal.SIGTERM)
         wait_until(lambda: is_gone(pid) and served._server.keeper.is_settled, "no new child")
@@ -339,8 +349,8 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
         assert engine._server._place.api_key not in arguments
         monkeypatch.setattr(keeper, "MAX_RESTARTS", 0)
 
-        def kill() -> None:
-            some_tokens(engine)
+        def kill(is_over: IsOver) -> None:
+            some_tokens(engine, is_over)
             os.kill(engine.pid, signal.SIGKILL)
 
         with pytest.raises(RolloutFailed, match=r"died 1 times in a row.*killed by SIGKILL; its output:\nserving tiny"):
@@ -407,7 +417,7 @@ def test_a_stream_that_breaks_off_stops_generation_until_a_complete_update(serve
     assert served.status().needs_weights
     asked = requests(2, 8)
 
-    def complete() -> None:
+    def complete(is_over: IsOver) -> None:
         wait_until(lambda: served.status().num_waiting == 2, "they wait")
         served.update_weights(WeightUpdate.of(version, good)).result(LIMIT_S)
 

@@ -36,9 +36,9 @@ from safetensors.torch import load_file
 from headwater.models.load import load_model
 from headwater.observe.run_directory import RunDirectory
 
-LIMIT_S = 500.0
-A_MINUTE_S = 60.0 + 30.0
-"""A killed rank ends the run within a minute; the rest is for a busy machine."""
+LIMIT_S = 1200.0
+SOON_S = 300.0
+"""A killed rank ends the run within a minute, or later on a busy machine: long before ``learner.rank_timeout_s``."""
 COARSE = ("bfloat16", "adapters in bfloat16", "pictures in bfloat16")
 COMPARED = ("loss", "grad_norm", "entropy", "optimizer_steps", "rollout_gap/tokens", "rollout_gap/logprob_abs_max")
 
@@ -194,7 +194,7 @@ def started(tmp_path) -> Iterator:
         for pid in [*ranks_of(process.pid).values(), process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(LIMIT_S)
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
@@ -240,7 +240,7 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
         os.kill(ranks[1], signal.SIGKILL)
         killed_at = time.monotonic()
         wait_for(lambda: "error: rank 1: its process has ended" in log.read_text(), "the message", log)
-        assert time.monotonic() - killed_at < A_MINUTE_S
+        assert time.monotonic() - killed_at < SOON_S
     else:
         process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) != 0
@@ -248,7 +248,7 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
         wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", log)
     text = log.read_text()
     if how == "killed rank":
-        assert time.monotonic() - killed_at < A_MINUTE_S
+        assert time.monotonic() - killed_at < SOON_S
     else:
         assert "Stopping: saving step" in text
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]
@@ -312,7 +312,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
 @pytest.mark.slow
 def test_the_quickstart_learns_on_two_ranks(tmp_path):
     run, steps = tmp_path / "quickstart", ("trainer.total_steps=20", "eval.every_steps=20")
-    train_on_two(run, "quickstart", *steps, f"run.root={tmp_path}", limit_s=3 * LIMIT_S)
+    train_on_two(run, "quickstart", *steps, f"run.root={tmp_path}", limit_s=2 * LIMIT_S)
     first, last = (each["reward/mean"] for each in metrics(run, "eval"))
     assert first < 0.3
     assert last > 0.6

@@ -13,7 +13,6 @@ PYTHON, IS_INSTALLED = python_of("trackers")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not IS_INSTALLED, reason=f"NO TRACKIO AND MLFLOW: not installed for {PYTHON}; run `make setup-trackers`"
     ),

@@ -7,7 +7,7 @@ from PIL import Image
 
 import headwater
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("vision")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vision")]
 COLORS = ("red", "green", "blue", "white")
 
 

@@ -26,7 +26,6 @@ def held_out(run):
     return [each["reward/mean"] for each in metrics(run, "eval")]
 
 
-@pytest.mark.timeout(600)
 def test_engine_and_learner_see_the_picture_of_every_prompt(tmp_path):
     run = run_recipe(tmp_path, "short", *CUT_DOWN)
     drawn = {}
@@ -45,7 +44,6 @@ def test_engine_and_learner_see_the_picture_of_every_prompt(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("settings", [[], STALE], ids=["synchronous", "stale"])
 def test_a_tiny_model_learns_to_see(tmp_path, settings):
@@ -55,7 +53,6 @@ def test_a_tiny_model_learns_to_see(tmp_path, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("settings", [[], STALE], ids=["synchronous", "stale"])
 def test_it_learns_nothing_from_blank_pictures(tmp_path, settings):

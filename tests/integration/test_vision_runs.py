@@ -17,7 +17,7 @@ from headwater.core.media import MediaContent
 from headwater.observe.media_store import MediaStore, placed_from_json
 from headwater.observe.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("vision")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vision")]
 ASYNC = ["rollout.max_staleness=2", "rollout.max_concurrent_groups=8"]
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -63,7 +63,10 @@ def engine() -> Iterator[VllmEngine]:
     processes = group(engine._server.pid)
     engine.close()
     assert len(processes) > 1
-    assert all(map(is_gone, processes))
+    deadline = time.monotonic() + LIMIT_S
+    while left := [each for each in processes if not is_gone(each)]:
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        time.sleep(0.1)
 
 
 def group(leader: int) -> list[int]:
@@ -88,8 +91,9 @@ def requests(count: int, sampling: SamplingParams) -> list[ModelRequest]:
     return [ModelRequest(f"request-{each}", (5, 6, 7, 10 + each), sampling, rng_key=each) for each in range(count)]
 
 
-def until_running(engine: VllmEngine, count: int) -> None:
-    while engine.status().num_running < count:
+def until_running(engine: VllmEngine, count: int, is_over: Callable[[], bool]) -> None:
+    """Until the server generates, or has ended all responses before that was seen."""
+    while engine.status().num_running < count and not is_over():
         time.sleep(0.02)
 
 
@@ -182,11 +186,18 @@ def test_ends_aborts_and_pauses(engine: VllmEngine) -> None:
 
     async def aborted() -> ModelResponse:
         task = asyncio.ensure_future(ask(engine, 1, SamplingParams(200, ignore_end=True)))
-        await asyncio.to_thread(until_running, engine, 1)
-        assert await asyncio.to_thread(engine.abort, "request-0") == 1
-        return (await task)[0]
+        await asyncio.to_thread(until_running, engine, 1, task.done)
+        num_aborted = await asyncio.to_thread(engine.abort, "request-0")
+        response = (await task)[0]
+        assert num_aborted == (response.stop_reason == "abort")
+        return response
 
-    assert (response := asyncio.run(aborted())).stop_reason == "abort"
+    # On a busy machine, it may end before it is aborted, or be aborted before its first token.
+    for _ in range(20):
+        response = asyncio.run(aborted())
+        if response.stop_reason == "abort" and response.output_len:
+            break
+    assert response.stop_reason == "abort"
     assert 0 < response.output_len < 200
     engine.pause()
     thread = threading.Thread(target=lambda: asyncio.run(ask(engine, 1, SamplingParams(4))))
@@ -282,13 +293,18 @@ def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> N
     version = engine.get_version() + 1
     publish(engine, weights(3), version)
     sampling = SamplingParams(200, ignore_end=True)
-    answers: list[ModelResponse] = []
-    thread = threading.Thread(target=lambda: answers.extend(asyncio.run(ask(engine, 6, sampling))))
-    thread.start()
-    until_running(engine, 6)
+    for _ in range(20):
+        answers: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: answers.extend(asyncio.run(ask(engine, 6, sampling))))  # noqa: B023
+        thread.start()
+        until_running(engine, 6, lambda: not thread.is_alive())  # noqa: B023
+        if thread.is_alive():
+            break  # on a busy machine, all may have ended before that is seen
+        thread.join()
     os.kill(engine._server.pid, signal.SIGKILL)
     thread.join(LIMIT_S)
     assert engine.status().num_restarts == 1
+    assert len(answers) == 6
     for response in answers:
         assert response.output_len == 200
         assert_sampled_by({version: weights(3)}, response, sampling)

@@ -9,7 +9,6 @@ calls on one rank, with ``take_steps`` and ``resume``.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 import pictures
 import tiny
 import torch
+from ports import free_port
 
 from headwater.cluster.torchrun import join
 from headwater.config.load import load_config
@@ -284,11 +284,8 @@ def main(folder: Path, names: list[str]) -> None:
 
 def fork_ranks(work: Callable[[], None], num_ranks: int = 2) -> None:
     """Ranks without a launcher, forked from this process so that torch is imported only once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    count = str(num_ranks)
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    count, port = str(num_ranks), str(free_port())
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     pids = []
     for rank in map(str, range(num_ranks)):
         if not (pid := os.fork()):
