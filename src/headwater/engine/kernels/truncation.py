@@ -68,25 +68,20 @@ def _open_chunk(source, chunk, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _beyond(edge, held, source, IS_FEW: tl.constexpr, CHUNK: tl.constexpr):
-    """How many open tokens have a number above ``edge``, and what they weigh."""
+def _beyond(edge, held, source, COUNTS: tl.constexpr, IS_FEW: tl.constexpr, CHUNK: tl.constexpr):
+    """What the open tokens with a number above ``edge`` weigh, or how many they are."""
     edge = edge.to(tl.int32)
     if IS_FEW:
         numbers, weights = held
-        above = numbers > edge
-        count = tl.sum(above.to(tl.int32)).to(tl.float64)
-        mass = tl.sum(tl.where(above, weights, 0.0)).to(tl.float64)
+        amount = tl.sum(tl.where(numbers > edge, 1.0 if COUNTS else weights, 0.0)).to(tl.float64)
     else:
         row_logits, num_open, factor, highest, least, low, high, vocabulary, num_chunks = source
-        count = tl.full([], 0.0, tl.float64)
-        mass = tl.full([], 0.0, tl.float64)
+        amount = tl.full([], 0.0, tl.float64)
         for chunk in range(num_chunks):
             if tl.load(num_open + chunk) > 0:
                 numbers, weights = _open_chunk(source, chunk, CHUNK)
-                above = numbers > edge
-                count += tl.sum(above.to(tl.int32)).to(tl.float64)
-                mass += tl.sum(tl.where(above, weights, 0.0)).to(tl.float64)
-    return count, mass
+                amount += tl.sum(tl.where(numbers > edge, 1.0 if COUNTS else weights, 0.0)).to(tl.float64)
+    return amount
 
 
 @triton.jit
@@ -162,17 +157,17 @@ def _settle(
         upper = top.to(tl.int64)
         while edge < upper:
             middle = edge + (upper - edge + 1) // 2
-            count, mass = _beyond(middle - 1, held, source, IS_FEW, CHUNK)
-            is_enough = num_sure + count >= target
+            is_enough = _beyond(middle - 1, held, source, True, IS_FEW, CHUNK) + num_sure >= target
             edge = tl.where(is_enough, middle, edge)
             upper = tl.where(is_enough, upper, middle - 1)
-        count, mass = _beyond(edge, held, source, IS_FEW, CHUNK)
+        count = _beyond(edge, held, source, True, IS_FEW, CHUNK)
         num_ties = target - num_sure - count
         if kind == BY_BOTH:
             # All tokens that top-k keeps are open. If there are fewer than k, all of them are kept.
-            all_count, all_mass = _beyond(edge - 1, held, source, IS_FEW, CHUNK)
-            tied_mass = tl.minimum(num_ties, all_count - count) * _weight_of(edge, highest).to(tl.float64)
-            target = tl.maximum(tl.load(top_p + row).to(tl.float64) * (mass + tied_mass), TINY)
+            num_tied = tl.minimum(num_ties, _beyond(edge - 1, held, source, True, IS_FEW, CHUNK) - count)
+            kept = _beyond(edge, held, source, False, IS_FEW, CHUNK)
+            kept += num_tied * _weight_of(edge, highest).to(tl.float64)
+            target = tl.maximum(tl.load(top_p + row).to(tl.float64) * kept, TINY)
     sure = tl.load(sure_mass + first + chunks, mask=inside, other=0.0).to(tl.float64)
     if (kind == BY_MASS) | (kind == BY_BOTH):
         # The smallest number above which less than the target is kept.
@@ -181,10 +176,10 @@ def _settle(
         upper = top.to(tl.int64)
         while lower < upper:
             middle = lower + (upper - lower) // 2
-            count, mass = _beyond(middle, held, source, IS_FEW, CHUNK)
-            upper = tl.where(mass < missing, middle, upper)
-            lower = tl.where(mass < missing, lower, middle + 1)
-        count, mass = _beyond(lower, held, source, IS_FEW, CHUNK)
+            is_less = _beyond(middle, held, source, False, IS_FEW, CHUNK) < missing
+            upper = tl.where(is_less, middle, upper)
+            lower = tl.where(is_less, lower, middle + 1)
+        mass = _beyond(lower, held, source, False, IS_FEW, CHUNK)
         weight = _weight_of(lower, highest).to(tl.float64)
         # A token is kept if all tokens before it, also those that are equal to it, weigh less than the target.
         room = (missing - mass) / tl.where(weight > 0, weight, 1.0)
@@ -205,8 +200,8 @@ def _settle(
         for chunk in range(num_chunks):
             if tl.load(num_open + first + chunk) > 0:
                 numbers, weights = _open_chunk(source, chunk, CHUNK)
-                kept = tl.sum(tl.where((numbers > last) & (weights >= cut), weights, 0.0)).to(tl.float64)
-                beyond = tl.where(chunks == chunk, kept, beyond)
+                mass_here = tl.sum(tl.where((numbers > last) & (weights >= cut), weights, 0.0)).to(tl.float64)
+                beyond = tl.where(chunks == chunk, mass_here, beyond)
                 tied = tl.where(chunks == chunk, tl.sum((numbers == last).to(tl.int32)), tied)
     weight_of_tie = _weight_of(last, highest)
     num_ties = tl.where(weight_of_tie >= cut, tl.minimum(tl.maximum(num_ties, 0.0), _ALL_TIES), 0.0)
