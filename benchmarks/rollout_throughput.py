@@ -1,6 +1,7 @@
 """Rollout throughput of the embedded engine, compared with transformers' generate and with vLLM.
 
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
+    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 --top-p 0.95 --no-baseline   # GPU
     python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
     python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
 
@@ -72,12 +73,21 @@ class Result:
     ratio: float | None
     floor_tokens_per_s: float
     fraction_of_floor: float
+    filtered_tokens_per_s: float | None = None
+    """With ``--top-k``, ``--top-p`` or ``--min-p`` in every request."""
+    filtered_runs_s: list[float] | None = None
 
 
 def run_engine(
-    engine: Engine, prompts: list[tuple[int, ...]], case: Case, samples: int, run: int, stops: tuple[str, ...] = ()
+    engine: Engine,
+    prompts: list[tuple[int, ...]],
+    case: Case,
+    samples: int,
+    run: int,
+    stops: tuple[str, ...] = (),
+    filters: dict[str, float] | None = None,
 ) -> float:
-    requests = make_requests(prompts, samples, case.new_tokens, run, stops)
+    requests = make_requests(prompts, samples, case.new_tokens, run, stops, **(filters or {}))
     started = time.perf_counter()
     responses = engine.generate(requests)
     elapsed = time.perf_counter() - started
@@ -173,6 +183,14 @@ def run_case(
         engine.set_version(run + 1)  # forgets the prefix cache: every run computes its prompts
         times.append(run_engine(engine, prompts, case, samples, run, stops))
     prefilled = (engine.metrics().num_tokens_prefilled - before) // options.runs
+    filtered_rate, filtered = None, None
+    if filters := filters_of(options):
+        run_engine(engine, others, warm, samples, 998, stops, filters)
+        filtered = []
+        for run in range(options.runs):
+            engine.set_version(options.runs + run + 1)
+            filtered.append(run_engine(engine, prompts, case, samples, run, stops, filters))
+        filtered_rate = case.sequences * case.new_tokens / min(filtered)
     baseline_rate = baseline_tokens = ratio = None
     rate = case.sequences * case.new_tokens / min(times)
     if baseline is not None:
@@ -187,8 +205,13 @@ def run_case(
     floor = floor_tokens_per_s(model, case, num_prompts, options.prompt_tokens, ceilings)
     return Result(
         options.shape, case.name, samples, options.prompt_tokens, rate, times, prefilled, vllm_rate,
-        baseline_rate, baseline_tokens, ratio, floor, rate / floor,
+        baseline_rate, baseline_tokens, ratio, floor, rate / floor, filtered_rate, filtered,
     )  # fmt: skip
+
+
+def filters_of(options: argparse.Namespace) -> dict[str, float]:
+    given = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def show(result: Result) -> None:
@@ -201,6 +224,12 @@ def show(result: Result) -> None:
         f"{vllm:>10} {baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",
         flush=True,
     )
+    if result.filtered_tokens_per_s is not None:
+        share = result.filtered_tokens_per_s / result.engine_tokens_per_s
+        print(
+            f"{'':<13} {'filtered':>9} {'':<4} {result.filtered_tokens_per_s:>10,.0f} ({share:.0%} of plain)",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -216,6 +245,9 @@ def main() -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="a stop string that is never generated (repeatable)"
     )
+    parser.add_argument("--top-k", type=int, help="also run every case with this filter, and compare")
+    parser.add_argument("--top-p", type=float, help="likewise")
+    parser.add_argument("--min-p", type=float, help="likewise")
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
@@ -256,6 +288,7 @@ def main() -> None:
         options.out,
         device,
         deterministic=options.deterministic,
+        filters=filters_of(options),
         ceilings=asdict(ceilings),
         vllm=asdict(vllm) if vllm else None,
         results=[asdict(each) for each in results],

@@ -71,10 +71,20 @@ def make_prompts(num: int, length: int, vocabulary: int, seed: int = 1) -> list[
 
 
 def make_requests(
-    prompts: list[tuple[int, ...]], samples: int, new_tokens: int, run: int = 0, stops: tuple[str, ...] = ()
+    prompts: list[tuple[int, ...]],
+    samples: int,
+    new_tokens: int,
+    run: int = 0,
+    stops: tuple[str, ...] = (),
+    **filters: Any,
 ) -> list[ModelRequest]:
-    """``samples`` requests per prompt that all make exactly ``new_tokens``, unless one of ``stops`` comes."""
-    sampling = SamplingParams(max_new_tokens=new_tokens, temperature=1.0, ignore_end=True, stop_strings=stops)
+    """``samples`` requests per prompt that all make exactly ``new_tokens``, unless one of ``stops`` comes.
+
+    ``filters`` are ``top_k``, ``top_p`` and ``min_p``.
+    """
+    sampling = SamplingParams(
+        max_new_tokens=new_tokens, temperature=1.0, ignore_end=True, stop_strings=stops, **filters
+    )
     return [
         ModelRequest(f"{run}/{place}/{sample}", prompt, sampling, derive_key(run, place, sample))
         for place, prompt in enumerate(prompts)

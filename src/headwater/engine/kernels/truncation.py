@@ -258,7 +258,9 @@ def _draw_kept(
     edge = tl.load(edges + place)
     is_tied = numbers == edge
     rank = tl.cumsum(is_tied.to(tl.int32), axis=0)
-    is_kept = (scaled >= high) | (numbers > edge) | (is_tied & (rank <= tl.load(kept_ties + place * num_chunks + chunk)))
+    is_kept = (
+        (scaled >= high) | (numbers > edge) | (is_tied & (rank <= tl.load(kept_ties + place * num_chunks + chunk)))
+    )
     weights = tl.where(is_kept & (scaled > float("-inf")), weights, 0.0)
     steps = tl.arange(0, CHUNK)
     step = first_above(tl.cumsum(weights.to(tl.float64), axis=0), target - before, weights, steps, CHUNK)
