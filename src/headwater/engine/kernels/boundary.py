@@ -153,7 +153,7 @@ def _measure(
     if tl.load(chunk_max + row * num_chunks + chunk) < tl.load(pivots + place * PIVOTS):
         tl.store(out + tl.arange(0, PIVOTS), tl.zeros([PIVOTS], tl.float32))
         return
-    value, factor = inverse_temperature(temperature, row)
+    _value, factor = inverse_temperature(temperature, row)
     first = limits + place * NUM_LIMITS
     highest = tl.load(first + HIGHEST).to(tl.float32)
     least = tl.load(first + LEAST).to(tl.float32)
@@ -189,12 +189,13 @@ def _narrow(kinds, limits, pivots, measured, num_chunks, CHUNKS_PAD: tl.constexp
 
     above_low = tl.max(tl.where(steps == last, sums, 0.0), axis=0)
     above_high = tl.max(tl.where(steps == last + 1, sums, 0.0), axis=0)
-    share = (above_low - target) / tl.maximum(above_low - above_high, TINY)
+    share = tl.minimum(tl.maximum(above_low - target, 0.0) / tl.maximum(above_low - above_high, TINY), 1.0)
     top = tl.minimum(high, highest)
-    guess = low + (top - low) * share.to(tl.float32)
+    width = tl.where(low == float("-inf"), 0.0, top - low)
+    guess = top - width * (1 - share).to(tl.float32)
     side = steps.to(tl.float32) - (PIVOTS - 1) / 2
     offset = tl.where(side < 0, -1.0, 1.0) * tl.exp2(2 * tl.abs(side) - PIVOTS)  # 1/128, 1/32, 1/8, 1/2 of 8 pivots
-    around = tl.minimum(tl.maximum(guess + (top - low) * offset, low), top)
+    around = tl.minimum(tl.maximum(guess + width * offset, low), top)
     # If even the lowest pivot was too high, look much farther below.
     start = highest - _FARTHER * (highest - tl.min(bounds, axis=0))
     farther = start + (top - start) * (steps.to(tl.float32) / PIVOTS)
@@ -234,7 +235,7 @@ def _collect(
         tl.store(sure_count + out, 0)
         tl.store(num_open + out, 0)
         return
-    value, factor = inverse_temperature(temperature, row)
+    _value, factor = inverse_temperature(temperature, row)
     highest = tl.load(first + HIGHEST).to(tl.float32)
     least = tl.load(first + LEAST).to(tl.float32)
     scaled, weights = scaled_chunk(logits + row * row_stride, chunk, factor, highest, least, vocabulary, CHUNK)

@@ -1,8 +1,8 @@
-"""Sampling with top-k, top-p and min-p on the device, without sorting the vocabulary and without waiting for the device.
+"""Sampling with top-k, top-p and min-p on the device, without sorting and without waiting for the device.
 
 ``boundary`` says which tokens are surely kept, and which few are open. ``_settle`` bisects the open tokens by the bits
-of their logits, so the boundary is exact; of equal tokens at the boundary, those with the lowest ids are kept. Rows with
-more open tokens than there are slots, for example many equal tokens, are bisected in the logits themselves: the
+of their logits, so the boundary is exact; of equal tokens at the boundary, those with the lowest ids are kept. Rows
+with more open tokens than there are slots, for example many equal tokens, are bisected in the logits themselves: the
 result is the same, but takes longer. ``_draw_kept`` draws from the kept tokens in the order of their ids, with the
 uniform number that is used without truncation.
 
@@ -61,7 +61,7 @@ def _weight_of(number, highest):
 @triton.jit
 def _open_chunk(source, chunk, CHUNK: tl.constexpr):
     """The numbers and weights of the open tokens of a chunk, read from the logits."""
-    row_logits, num_open, factor, highest, least, low, high, vocabulary, num_chunks = source
+    _, _, row_logits, factor, highest, least, low, high, vocabulary = source
     scaled, weights = scaled_chunk(row_logits, chunk, factor, highest, least, vocabulary, CHUNK)
     is_open = (scaled >= low) & (scaled < high)
     return tl.where(is_open, _number(scaled), _SMALLEST), weights
@@ -75,7 +75,7 @@ def _beyond(edge, held, source, COUNTS: tl.constexpr, IS_FEW: tl.constexpr, CHUN
         numbers, weights = held
         amount = tl.sum(tl.where(numbers > edge, 1.0 if COUNTS else weights, 0.0)).to(tl.float64)
     else:
-        row_logits, num_open, factor, highest, least, low, high, vocabulary, num_chunks = source
+        num_open, num_chunks = source[0], source[1]
         amount = tl.full([], 0.0, tl.float64)
         for chunk in range(num_chunks):
             if tl.load(num_open + chunk) > 0:
@@ -120,13 +120,13 @@ def _settle(
     if (tl.max(opened, axis=0) <= SLOTS) != IS_FEW:
         return
     row = tl.load(rows + place)
-    value, factor = inverse_temperature(temperature, row)
+    _value, factor = inverse_temperature(temperature, row)
     row_limits = limits + place * NUM_LIMITS
     highest = tl.load(row_limits + HIGHEST).to(tl.float32)
     least = tl.load(row_limits + LEAST).to(tl.float32)
     low, high = open_limits(row_limits, kind)
     row_logits = logits + row * row_stride
-    source = (row_logits, num_open + first, factor, highest, least, low, high, vocabulary, num_chunks)
+    source = (num_open + first, num_chunks, row_logits, factor, highest, least, low, high, vocabulary)
     if IS_FEW:
         slot = tl.arange(0, SLOTS)
         filled = slot[None, :] < opened[:, None]
@@ -239,10 +239,10 @@ def _draw_kept(
     if kind == NONE:
         return
     row = tl.load(rows + place)
-    value, factor = inverse_temperature(temperature, row)
+    _value, factor = inverse_temperature(temperature, row)
     row_limits = limits + place * NUM_LIMITS
     highest = tl.load(row_limits + HIGHEST).to(tl.float32)
-    low, high = open_limits(row_limits, kind)
+    _low, high = open_limits(row_limits, kind)
     uniform = uniform_number(tl.load(keys + row), tl.load(positions + row))
 
     chunks = tl.arange(0, CHUNKS_PAD)
@@ -281,9 +281,9 @@ def sample_truncated(
     num_pivots: int = _PIVOTS,
     num_slots: int = _SLOTS,
 ) -> tuple[Tensor, Tensor]:
-    """As ``sampling.sample_tokens``, with truncation of ``rows``. ``filters`` are the top-k, top-p and min-p of all rows.
+    """As ``sampling.sample_tokens``, with truncation of ``rows``.
 
-    A row may occur twice in ``rows``. Rows there that are greedy or keep all tokens are sampled as all others.
+    ``filters`` are the top-k, top-p and min-p of all rows. A row may occur twice in ``rows``. Rows there that are greedy or keep all tokens are sampled as all others.
     """
     summary = summarise(logits, temperature, chunk)
     tokens, logprobs = draw(logits, keys, positions, temperature, summary, chunk)
