@@ -283,8 +283,8 @@ def sample_truncated(
 ) -> tuple[Tensor, Tensor]:
     """As ``sampling.sample_tokens``, with truncation of ``rows``.
 
-    ``filters`` are the top-k, top-p and min-p of all rows. A row may occur twice in ``rows``. Rows there that are greedy
-    or keep all tokens are sampled as all others.
+    ``filters`` are the top-k, top-p and min-p of all rows. A row may occur twice in ``rows``. Rows there that are
+    greedy or keep all tokens are sampled as all others.
     """
     summary = summarise(logits, temperature, chunk)
     tokens, logprobs = draw(logits, keys, positions, temperature, summary, chunk)

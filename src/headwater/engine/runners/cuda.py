@@ -204,7 +204,7 @@ class CudaRunner(Runner):
         return min(bucket, num_rows)
 
     def _graph(self, num_rows: int, needs: SamplingNeeds, num_cut: int) -> torch.cuda.CUDAGraph:
-        # The sampling kernels handle temperature, greedy rows and filters, so only the other needs require another graph.
+        # The sampling kernels handle temperature, greedy rows and filters. Only other needs require another graph.
         needs = replace(needs, truncates=num_cut > 0, is_wide=False, scales=True, has_greedy=True, is_guided=False)
         # This table moves when it grows. Graphs that read the old table are not used again.
         width = self.rows.early_stop_ids.shape[1] if needs.has_minimum else 0
