@@ -1,6 +1,7 @@
 """Rollout throughput of the embedded engine, compared with transformers' generate and with vLLM.
 
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 1024x512 64x1024 8x512   # GPU
+    python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 256x512 --top-p 0.95 --no-baseline   # GPU
     python benchmarks/rollout_throughput.py --shape smollm2 --cases 64x32 --samples 8 --prompt-tokens 39   # CPU
     python benchmarks/rollout_throughput.py --shape tiny --cases 256x16 --samples 8 --prompt-tokens 16
     python benchmarks/rollout_throughput.py --shape qwen2.5-1.5b --cases 32x8192@8192 --runs 1 --no-baseline
@@ -90,6 +91,9 @@ class Result:
     ratio: float | None
     floor_tokens_per_s: float
     fraction_of_floor: float
+    filtered_tokens_per_s: float | None = None
+    """With ``--top-k``, ``--top-p`` or ``--min-p`` in every request."""
+    filtered_runs_s: list[float] | None = None
 
 
 def run_engine(
@@ -185,7 +189,7 @@ def run_case(
     ceilings: Ceilings,
     vllm: VllmRuns | None,
 ) -> Result:
-    samples, settings = options.samples, _sampling(options)
+    samples, settings = options.samples, {"stop_strings": tuple(options.stop)}
     num_prompts, prompt_tokens = case.sequences // samples, case.prompt_tokens or options.prompt_tokens
     spec = ModelSpec.of(model)
     needed_gib = (num_prompts * prompt_tokens + case.num_tokens) * spec.kv_bytes_per_token / _GIB
@@ -204,6 +208,14 @@ def run_case(
         times.append(run_engine(engine, prompts, case, samples, run, settings))
     after = engine.metrics()
     prefilled = (after.num_tokens_prefilled - before.num_tokens_prefilled) // options.runs
+    filtered_rate, filtered = None, None
+    if filters := filters_of(options):
+        run_engine(engine, others, warm, samples, 998, {**settings, **filters})
+        filtered = []
+        for run in range(options.runs):
+            engine.set_version(options.runs + run + 1)
+            filtered.append(run_engine(engine, prompts, case, samples, run, {**settings, **filters}))
+        filtered_rate = case.num_tokens / min(filtered)
     baseline_rate = baseline_tokens = ratio = None
     rate = case.num_tokens / min(times)
     if baseline is not None:
@@ -219,12 +231,13 @@ def run_case(
     return Result(
         options.shape, case.name, samples, prompt_tokens, rate, times, prefilled, needed_gib,
         engine.config.kv_cache_gib, after.num_preempted - before.num_preempted, vllm_rate, baseline_rate,
-        baseline_tokens, ratio, floor, rate / floor,
+        baseline_tokens, ratio, floor, rate / floor, filtered_rate, filtered,
     )  # fmt: skip
 
 
-def _sampling(options: argparse.Namespace) -> dict[str, Any]:
-    return {"stop_strings": tuple(options.stop), "top_p": options.top_p, "top_k": options.top_k}
+def filters_of(options: argparse.Namespace) -> dict[str, float]:
+    given = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def show(result: Result) -> None:
@@ -237,6 +250,12 @@ def show(result: Result) -> None:
         f"{vllm:>10} {baseline} {result.floor_tokens_per_s:>10,.0f} {result.fraction_of_floor:>6.0%}",
         flush=True,
     )
+    if result.filtered_tokens_per_s is not None:
+        share = result.filtered_tokens_per_s / result.engine_tokens_per_s
+        print(
+            f"{'':<13} {'filtered':>9} {'':<4} {result.filtered_tokens_per_s:>10,.0f} ({share:.0%} of plain)",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -252,8 +271,9 @@ def main() -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="a stop string that is never generated (repeatable)"
     )
-    parser.add_argument("--top-p", type=float, default=1.0, help="of all rows (default 1: no filter)")
-    parser.add_argument("--top-k", type=int, default=0, help="of all rows (default 0: no filter)")
+    parser.add_argument("--top-k", type=int, help="also run every case with this filter, and compare")
+    parser.add_argument("--top-p", type=float, help="likewise")
+    parser.add_argument("--min-p", type=float, help="likewise")
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
@@ -296,6 +316,7 @@ def main() -> None:
         options.out,
         device,
         deterministic=options.deterministic,
+        filters=filters_of(options),
         ceilings=asdict(ceilings),
         vllm=asdict(vllm) if vllm else None,
         results=[asdict(each) for each in results],
@@ -309,7 +330,7 @@ def _profile(engine: Engine, options: argparse.Namespace) -> None:
     prompts = make_prompts(case.sequences // options.samples, prompt_tokens, engine.limits.vocab_size)
     engine.set_version(77)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run_engine(engine, prompts, case, options.samples, 77, _sampling(options))
+        run_engine(engine, prompts, case, options.samples, 77, {"stop_strings": tuple(options.stop)})
     table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=40, max_name_column_width=90)
     Path(options.profile).write_text(table)
 

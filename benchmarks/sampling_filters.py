@@ -2,9 +2,9 @@
 
     python benchmarks/sampling_filters.py --rows 1024 --vocabulary 151936
 
-On a GPU the step is the one that the engine captures in a CUDA graph. `sorted_completely` is the same step with every
-row of the batch sorted completely, which one filtered row used to cause. Logits are random, with the spread of a
-language model's.
+On a GPU the step is the one that the engine captures in a CUDA graph. `sorted_completely` is the step with every row of
+the batch sorted by the plain sampler. Logits are random. With a spread of 6 (the default), top-p keeps few tokens, as
+of a language model's distribution. With a spread of 0.8, that of random weights, it keeps most of the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ from record import write_record
 from torch import Tensor
 
 from headwater.core.sampling import SamplingParams
-from headwater.engine.sampler import SamplingBatch, put_rows, sample, sample_cut, sample_uncut
+from headwater.engine.sampler import SamplingBatch, sample, sample_cut, sample_uncut
 
-FILTERS = {"top_k": {"top_k": 50}, "top_p": {"top_p": 0.95}}
-SPREAD = 6.0
+FILTERS = {
+    "top_k": {"top_k": 50},
+    "top_p": {"top_p": 0.95},
+    "min_p": {"min_p": 0.05},
+    "top_k_top_p": {"top_k": 50, "top_p": 0.95},
+}
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=1024, help="sequences (default 1024)")
     parser.add_argument("--vocabulary", type=int, default=151936, help="tokens (default 151936)")
+    parser.add_argument("--spread", type=float, default=6.0, help="standard deviation of the logits (default 6)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the logits on a GPU")
     parser.add_argument("--runs", type=int, default=5, help="timed runs (default 5)")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(0)
-    logits = torch.randn((options.rows, options.vocabulary), generator=generator, device=device) * SPREAD
-    logits = logits.to(torch.bfloat16) if device.type == "cuda" else logits
+    logits = torch.randn((options.rows, options.vocabulary), generator=generator, device=device) * options.spread
+    logits = logits.to(getattr(torch, options.dtype)) if device.type == "cuda" else logits
     times = {"none": timed(step_of(logits, 0, {}), device, options.runs)}
     for name, cut in FILTERS.items():
         for label, num_cut in (("one", 1), ("all", options.rows)):
@@ -43,7 +49,10 @@ def main() -> None:
     times["sorted_completely"] = timed(sorted_completely(logits), device, options.runs)
     for label, seconds in times.items():
         print(f"{label:>18}: {statistics.median(seconds) * 1e3:9.2f} ms")
-    write_record(options.out, device, rows=options.rows, vocabulary=options.vocabulary, seconds=times)
+    write_record(
+        options.out, device, rows=options.rows, vocabulary=options.vocabulary, spread=options.spread,
+        dtype=str(logits.dtype), seconds=times,
+    )  # fmt: skip
 
 
 def step_of(logits: Tensor, num_cut: int, cut: dict[str, float]) -> Callable[[], object]:
@@ -51,22 +60,15 @@ def step_of(logits: Tensor, num_cut: int, cut: dict[str, float]) -> Callable[[],
     batch, positions = batch_of(logits, num_cut, cut)
     if logits.device.type != "cuda":
         return lambda: sample(logits, batch, positions)
-    from headwater.engine.kernels.sampling import sample_tokens
+    from headwater.engine.kernels.truncation import sample_truncated
 
     rows = torch.arange(num_cut, device=logits.device)
-
-    def step() -> object:
-        drawn = sample_tokens(logits, batch.keys, positions, batch.temperature)
-        if not num_cut:
-            return drawn
-        own = sample_cut(logits[rows], batch.of_rows(rows), positions[rows], may_look=False)
-        return put_rows(drawn, rows, own)
-
-    return captured(step)
+    filters = batch.top_k, batch.top_p, batch.min_p
+    return captured(lambda: sample_truncated(logits, batch.keys, positions, batch.temperature, filters, rows))
 
 
 def sorted_completely(logits: Tensor) -> Callable[[], object]:
-    """What a step cost when one filtered row made all rows be sorted."""
+    """The plain sampler, with all rows sorted."""
     batch, positions = batch_of(logits, len(logits), FILTERS["top_p"])
     batch = replace(batch, needs=replace(batch.needs, is_wide=True))
 

@@ -36,9 +36,10 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     sampling = SamplingParams(NUM_STEPS * options.rounds, stop_strings=tuple(options.stop or ["</answer>"]))
     lanes, all_lanes = Lanes(options.rows, max_pages=1), np.arange(options.rows)
-    for row in range(options.rows):
-        sequence = EngineSequence(ModelRequest(str(row), (5,), sampling, row), (), row, on_end=lambda _: None)
-        lanes.take(sequence, row, np.array([5], np.int32), np.array([1], np.int32), 0)
+    rows = range(options.rows)
+    requests = [ModelRequest(str(row), (5,), sampling, row) for row in rows]
+    sequences = [EngineSequence(each, (), row, on_end=lambda _: None) for row, each in enumerate(requests)]
+    lanes.take(sequences, rows, np.array([5], np.int32), np.ones((options.rows, 1), np.int32), 0)
     tables, generator, shape = StopTables(tokenizer, lanes), np.random.default_rng(0), (NUM_STEPS, options.rows)
     times, num_looks = [], 0
     for _ in range(options.rounds):

@@ -33,8 +33,9 @@ from headwater.core.errors import LogitsBroken, ModelError
 from headwater.core.sampling import SamplingParams
 from headwater.core.weights import WeightUpdate
 from headwater.engine.engine import Engine
+from headwater.engine.kernels.truncation import sample_truncated
 from headwater.engine.runners.fixed_rows import sample_in_blocks
-from headwater.engine.sampler import SamplingBatch
+from headwater.engine.sampler import SamplingBatch, distribution, sample, uniforms
 from headwater.engine.virtual_memory import mapped_bytes
 from headwater.models.load import load_model
 
@@ -317,6 +318,63 @@ def test_a_cut_distribution_is_drawn_from_with_the_same_bits_among_any_others(vo
             tokens, logprobs = draw([*others[:place], 0, *others[place:]])
             assert torch.equal(tokens[place], token[0])
             assert torch.equal(logprobs[place], logprob[0])
+
+
+@pytest.mark.parametrize("spread", [0.8, 3.0, 6.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_truncation_without_sorting_draws_the_tokens_of_the_plain_sampler(dtype, spread):
+    num_rows, vocabulary, device = 1024, 151_936, torch.device("cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = (spread * torch.randn(num_rows, vocabulary, device="cuda", generator=generator)).to(dtype)
+    logits[::7, 1000:90_000] = -torch.inf
+    cuts = (*CUTS, {}, {"temperature": 0.0, "top_k": 3}, {"top_p": 0.999, "min_p": 1e-4})
+    params = [SamplingParams(1, **cuts[row % len(cuts)]) for row in range(num_rows)]
+    keys = torch.randint(-(2**62), 2**62, (num_rows,), generator=torch.Generator().manual_seed(0))
+    batch = SamplingBatch.build(params, keys.tolist(), device)
+    positions, rows = torch.arange(num_rows, device="cuda"), torch.arange(num_rows, device="cuda")
+    inputs = batch.keys, positions, batch.temperature
+    filters = batch.top_k, batch.top_p, batch.min_p
+    tokens, logprobs = sample_truncated(logits, *inputs, filters, rows)
+    num_same = 0
+    for start in range(0, num_rows, 64):
+        block = torch.arange(start, start + 64, device="cuda")
+        own = batch.of_rows(block)
+        expected, expected_logprobs = sample(logits[block], own, positions[block])
+        same = tokens[block] == expected
+        num_same += int(same.sum())
+        torch.testing.assert_close(logprobs[block][same], expected_logprobs[same], rtol=1e-3, atol=1e-3)
+        # The uniform number falls into the share of the drawn token, or next to it.
+        up_to = distribution(logits[block], own).double().exp().cumsum(-1)
+        up_to = up_to.gather(-1, tokens[block][:, None])[:, 0]
+        shares = logprobs[block].double().exp()
+        uniform = uniforms(own.keys, positions[block])
+        falls = (up_to - shares - 1e-4 < uniform) & (uniform < up_to + 1e-4)
+        assert (falls | (own.temperature == 0)).all()
+    # Float32 sums may put a boundary, or the drawn token, one token earlier or later. Flat rows keep very many tokens.
+    assert num_same > (0.99 if spread > 1 else 0.5) * num_rows
+    for row in range(16):
+        one = slice(row, row + 1)
+        own = sample_truncated(
+            logits[one], *(each[one] for each in inputs), tuple(each[one] for each in filters), rows[:1]
+        )
+        assert torch.equal(own[0][0], tokens[row])
+        assert torch.equal(own[1][0], logprobs[row])
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}])
+def test_filters_in_all_rows_draw_the_tokens_of_the_plain_sampler(reference, cut):
+    asked = [request(tokens_of(length), key, max_new_tokens=20, **cut) for key, length in enumerate(LENGTHS)]
+    with cuda() as engine:
+        responses = engine.generate(asked)
+    num_same = num_tokens = 0
+    for each, response in zip(asked, responses, strict=True):
+        everything = (*response.input_tokens, *response.output_tokens)
+        logits = logits_after(reference, everything[:-1])[len(response.input_tokens) - 1 :]
+        batch = SamplingBatch.build([each.sampling] * len(logits), [each.rng_key] * len(logits), logits.device)
+        expected, _ = sample(logits, batch, torch.arange(len(logits), device=logits.device))
+        num_same += sum(map(int.__eq__, response.output_tokens, expected.tolist()))
+        num_tokens += len(response.output_tokens)
+    assert num_same >= num_tokens - 2  # the logits of a full pass differ in their last bits
 
 
 @pytest.mark.parametrize("vocabulary", LARGE_VOCABULARIES)

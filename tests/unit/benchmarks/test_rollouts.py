@@ -64,6 +64,15 @@ def test_rollouts_of_both_sides_are_recorded(record_of, fake_vllm):
 
 
 @pytest.mark.slow
+def test_rollouts_with_a_filter_are_timed_beside_plain_ones(record_of):
+    arguments = ["--shape", "tiny", "--cases", "4x24", "--prompt-tokens", "6", "--runs", "1", "--no-baseline"]
+    record = record_of("rollout_throughput", *arguments, "--top-p", "0.9", "--top-k", "40")
+    [result] = record["results"]
+    assert record["filters"] == {"top_k": 40, "top_p": 0.9}
+    assert result["filtered_tokens_per_s"] == pytest.approx(4 * 24 / min(result["filtered_runs_s"]))
+
+
+@pytest.mark.slow
 def test_rollouts_with_stop_strings_make_as_many_tokens(record_of):
     arguments = ["--shape", "tiny", "--cases", "4x24", "--prompt-tokens", "6", "--runs", "1", "--no-baseline"]
     [result] = record_of("rollout_throughput", *arguments, "--stop", "</answer>", "--stop", "zzzz")["results"]
@@ -79,7 +88,8 @@ def test_the_cost_of_stop_strings_is_recorded(record_of):
 
 def test_filtered_sampling_is_timed_with_none_one_and_all_rows(record_of):
     record = record_of("sampling_filters", "--rows", "4", "--vocabulary", "3000", "--runs", "2")
-    names = ["none", "top_k_one", "top_k_all", "top_p_one", "top_p_all", "sorted_completely"]
+    filters = ("top_k", "top_p", "min_p", "top_k_top_p")
+    names = ["none", *(f"{name}_{rows}" for name in filters for rows in ("one", "all")), "sorted_completely"]
     assert {name: len(times) for name, times in record["seconds"].items()} == dict.fromkeys(names, 2)
 
 

@@ -2,7 +2,8 @@
 
 The first launch reads all logits once and writes a maximum and a sum of exponentials per chunk of the vocabulary. The
 second finds the chunk in which the cumulative probability crosses the uniform number, and reads only that chunk again.
-Every row is computed in a fixed order, so a row's token does not depend on the batch.
+Every row is computed in a fixed order, so a row's token does not depend on the batch. ``truncation`` has top-k, top-p
+and min-p.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -13,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 4096
+CHUNK = 4096
 
 
 @triton.jit
-def _inverse_temperature(temperature, row):
+def inverse_temperature(temperature, row):
     value = tl.load(temperature + row)
     return value, 1.0 / tl.where(value == 0, 1.0, value)
 
@@ -28,7 +29,7 @@ def _summarise_chunks(
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    _, factor = _inverse_temperature(temperature, row)
+    _, factor = inverse_temperature(temperature, row)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     address = logits + row.to(tl.int64) * row_stride + tokens
     scaled = tl.load(address, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32) * factor
@@ -40,7 +41,7 @@ def _summarise_chunks(
 
 
 @triton.jit
-def _uniform(key, position):
+def uniform_number(key, position):
     state = key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
@@ -49,7 +50,7 @@ def _uniform(key, position):
 
 
 @triton.jit
-def _first_above(cumulative, target, weights, indices, NONE: tl.constexpr):
+def first_above(cumulative, target, weights, indices, NONE: tl.constexpr):
     """The first index with a positive weight whose cumulative sum exceeds the target.
 
     If rounding leaves none, the last index with a positive weight. The weight is checked because a parallel sum is not
@@ -77,9 +78,9 @@ def _draw(
     CHUNKS_PAD: tl.constexpr,
 ):
     row = tl.program_id(0)
-    value, factor = _inverse_temperature(temperature, row)
+    value, factor = inverse_temperature(temperature, row)
     greedy = value == 0
-    uniform = _uniform(tl.load(keys + row), tl.load(positions + row))
+    uniform = uniform_number(tl.load(keys + row), tl.load(positions + row))
 
     chunks = tl.arange(0, CHUNKS_PAD)
     inside = chunks < num_chunks
@@ -92,7 +93,7 @@ def _draw(
     total = tl.sum(chunk_weights, axis=0)
     target = uniform * total
 
-    drawn_chunk = _first_above(chunk_cumulative, target, chunk_weights, chunks, CHUNKS_PAD)
+    drawn_chunk = first_above(chunk_cumulative, target, chunk_weights, chunks, CHUNKS_PAD)
     best_chunk = tl.min(tl.where(maxima == highest, chunks, CHUNKS_PAD), axis=0)
     chunk = tl.where(greedy, best_chunk, drawn_chunk)
     chunk = tl.minimum(chunk, num_chunks - 1)
@@ -109,7 +110,7 @@ def _draw(
     weights = tl.exp(scaled - safe_max)
     local_target = (target - before) * tl.exp((safe_highest - safe_max).to(tl.float64))
     cumulative = tl.cumsum(weights.to(tl.float64), axis=0)
-    drawn = _first_above(cumulative, local_target, weights, steps, CHUNK)
+    drawn = first_above(cumulative, local_target, weights, steps, CHUNK)
     best = tl.min(tl.where(scaled == local_max, steps, CHUNK), axis=0)
     step = tl.where(greedy, best, drawn)
     token = tl.minimum(chunk * CHUNK + step, vocabulary - 1)
@@ -119,24 +120,33 @@ def _draw(
     tl.store(out_logprobs + row, (logit - safe_highest) - tl.log(total.to(tl.float32)))
 
 
-def sample_tokens(
-    logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *, chunk: int = _CHUNK
-) -> tuple[Tensor, Tensor]:
-    """Sample one token per row of ``logits`` [rows, vocabulary]. Temperature 0 takes the first most likely token.
-
-    Returns tokens (int64) and log-probs (float32) under the distribution they were sampled from. Greedy rows report
-    the log-prob at temperature 1. ``chunk`` is the number of tokens per chunk, a power of two.
-    """
+def summarise(logits: Tensor, temperature: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Per row and chunk, the maximum of the scaled logits and the sum of their exponentials relative to it."""
     rows, vocabulary = logits.shape
     assert logits.stride(1) == 1, "the vocabulary must be the contiguous dimension of logits"
     num_chunks = triton.cdiv(vocabulary, chunk)
     chunk_max = torch.empty((rows, num_chunks), dtype=torch.float32, device=logits.device)
     chunk_sum = torch.empty_like(chunk_max)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _summarise_chunks[(num_chunks, rows)](
         logits, temperature, chunk_max, chunk_sum, vocabulary, logits.stride(0), num_chunks, CHUNK=chunk, num_warps=4
     )
+    return chunk_max, chunk_sum
+
+
+def draw(
+    logits: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    temperature: Tensor,
+    summary: tuple[Tensor, Tensor],
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """A token of each row from all of its tokens, and its log-prob."""
+    rows, vocabulary = logits.shape
+    chunk_max, chunk_sum = summary
+    num_chunks = chunk_max.shape[1]
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _draw[(rows,)](
         logits,
         keys,
@@ -154,3 +164,14 @@ def sample_tokens(
         num_warps=8,
     )
     return tokens, logprobs
+
+
+def sample_tokens(
+    logits: Tensor, keys: Tensor, positions: Tensor, temperature: Tensor, *, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """Sample one token per row of ``logits`` [rows, vocabulary]. Temperature 0 takes the first most likely token.
+
+    Returns tokens (int64) and log-probs (float32) under the distribution they were sampled from. Greedy rows report
+    the log-prob at temperature 1. ``chunk`` is the number of tokens per chunk, a power of two.
+    """
+    return draw(logits, keys, positions, temperature, summarise(logits, temperature, chunk), chunk)

@@ -10,7 +10,6 @@ import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,15 +27,15 @@ from headwater.engine.kernels.linear import invariant_linear, split_linear, sugg
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
+from headwater.engine.kernels.truncation import sample_truncated
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.media import MediaInputs
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
 from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows
 from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
-from headwater.engine.runners.fixed_rows import sample_cut_in_blocks
 from headwater.engine.runners.plain import Output, Runner
-from headwater.engine.sampler import SamplingBatch, SamplingNeeds, put_rows, sample_cut
+from headwater.engine.sampler import SamplingBatch, SamplingNeeds
 from headwater.models.precision import wide_linear
 
 T = TypeVar("T")
@@ -205,9 +204,8 @@ class CudaRunner(Runner):
         return min(bucket, num_rows)
 
     def _graph(self, num_rows: int, needs: SamplingNeeds, num_cut: int) -> torch.cuda.CUDAGraph:
-        # The sampling kernel handles temperature and greedy rows, so only the other needs require another graph.
-        needs = replace(needs, truncates=num_cut > 0, is_wide=num_cut > 0 and needs.is_wide, scales=True)
-        needs = replace(needs, has_greedy=True, is_guided=False)
+        # The sampling kernels handle temperature, greedy rows and filters. Only other needs require another graph.
+        needs = replace(needs, truncates=num_cut > 0, is_wide=False, scales=True, has_greedy=True, is_guided=False)
         # This table moves when it grows. Graphs that read the old table are not used again.
         width = self.rows.early_stop_ids.shape[1] if needs.has_minimum else 0
         key = num_rows, needs, num_cut, width
@@ -289,16 +287,14 @@ class CudaRunner(Runner):
         return self._hidden(rows.last_tokens[:num_rows], positions, rows.slots[:num_rows], attention)
 
     def _sample(self, logits: Tensor, settings: SamplingBatch, positions: Tensor) -> tuple[Tensor, Tensor]:
-        positions = positions.to(torch.int64)
-        tokens, logprobs = sample_tokens(logits, settings.keys, positions, settings.temperature)
-        if settings.needs.truncates:
-            # The kernel does not truncate. Rows without truncation keep its bits, whatever their neighbours need.
-            draw = sample_cut_in_blocks if self._deterministic else partial(sample_cut, may_look=False)
-            rows = settings.truncated_rows()
-            if len(rows):
-                cut = draw(logits[rows], settings.of_rows(rows), positions[rows])
-                tokens, logprobs = put_rows((tokens, logprobs), rows, cut)
-        return tokens, logprobs
+        positions, temperature = positions.to(torch.int64), settings.temperature
+        if not settings.needs.truncates:
+            return sample_tokens(logits, settings.keys, positions, temperature)
+        rows = settings.cut_rows
+        if rows is None:  # looking them up would wait for the device, and rows without truncation cost little
+            rows = torch.arange(len(logits), device=logits.device)
+        filters = settings.top_k, settings.top_p, settings.min_p
+        return sample_truncated(logits, settings.keys, positions, temperature, filters, rows)
 
     def _cut_places(self, new_rows: Sequence[NewRow]) -> Tensor | None:
         places = [place for place, each in enumerate(new_rows) if SamplingNeeds.of(each.sampling).truncates]
