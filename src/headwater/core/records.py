@@ -396,11 +396,12 @@ class TokenArrays:
     def of(cls, trajectory: Trajectory) -> TokenArrays:
         import numpy as np  # here, so that commands that read only the config start without it
 
+        # Half the time of ``np.array``, which first looks at every value to find its type.
         return cls(
-            np.array(trajectory.tokens, np.int64),
-            np.array(trajectory.loss_mask, np.bool_),
-            np.array(trajectory.logprobs, np.float64),
-            np.array(trajectory.versions, np.int64),
+            np.fromiter(trajectory.tokens, np.int64, len(trajectory.tokens)),
+            np.fromiter(trajectory.loss_mask, np.bool_, len(trajectory.loss_mask)),
+            np.fromiter(trajectory.logprobs, np.float64, len(trajectory.logprobs)),
+            np.fromiter(trajectory.versions, np.int64, len(trajectory.versions)),
         )
 
 
