@@ -78,6 +78,7 @@ def remove_model(engine: Engine, tokens: list[int]) -> None:
     runner._hidden = lambda input_ids, *_: torch.zeros(len(input_ids), 1)
     runner._logits = lambda hidden: hidden
     runner._sample = sample
+    runner.cache.copy_pages = lambda sources, targets: None
 
 
 class Steps:
