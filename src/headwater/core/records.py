@@ -440,8 +440,7 @@ class Trajectory:
     _arrays: TokenArrays | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        lengths = {len(self.tokens), len(self.loss_mask), len(self.logprobs), len(self.versions)}
-        if len(lengths) != 1:
+        if not len(self.tokens) == len(self.loss_mask) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"trajectory {self.uid}#{self.sample}: tokens, loss_mask, logprobs and versions have lengths "
                 f"{len(self.tokens)}, {len(self.loss_mask)}, {len(self.logprobs)}, {len(self.versions)}; must be equal"

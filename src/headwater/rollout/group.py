@@ -100,9 +100,9 @@ class TrajectoryLimits:
 
 def _begins_with(columns: tuple[Sequence[Any], ...], prompt: Prompt) -> bool:
     """Whether tokens, versions and log-probs begin with those of the prompt, which no policy sampled."""
-    if not all(type(column) is tuple for column in columns):
-        return False
     tokens, versions, logprobs = columns
+    if not (type(tokens) is type(versions) is type(logprobs) is tuple):
+        return False
     count = len(prompt.tokens)
     is_sampled = versions[:count] != (NOT_SAMPLED,) * count or logprobs[:count] != (0.0,) * count
     return not is_sampled and tokens[:count] == prompt.tokens

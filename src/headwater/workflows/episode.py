@@ -213,8 +213,11 @@ class Episode:
 
         A part that is an image or a video has the digest of its content: ``{"type": "image", "digest": ...}``.
         """
-        replies = iter(self._replies)
-        return tuple(next(replies) if is_model_turn(each) else each for each in self._chat)
+        messages, replies = list(self._chat), iter(self._replies)
+        for place, message in enumerate(messages):
+            if is_model_turn(message):
+                messages[place] = next(replies)
+        return tuple(messages)
 
     async def reply(
         self,
@@ -459,7 +462,8 @@ class Episode:
         if turn is not None:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
-        limit = self.room if max_tokens is None else min(self.room, max_tokens)
+        room = self.room
+        limit = room if max_tokens is None else min(room, max_tokens)
         if limit != sampling.max_new_tokens or stop or grammar is not None or sampling.min_new_tokens > limit:
             sampling = replace(
                 sampling,
