@@ -20,6 +20,7 @@ import torch
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
+from headwater.core.garbage import garbage_put_off, settle_garbage
 from headwater.core.protocols import (
     ALL_TAGS,
     ALL_UPDATE_MODES,
@@ -39,7 +40,7 @@ from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.media import CACHE_BYTES, GPU_MEDIA_BYTES, MediaEncoder
 from headwater.engine.media_reader import MediaReader
-from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage
+from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.pages import PagePool
 from headwater.engine.rows import DecodeRows
