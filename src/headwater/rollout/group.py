@@ -250,7 +250,7 @@ class ScoredResponse(Protocol):
 def num_replies(trajectory: Trajectory) -> int:
     """Messages of the model among the tokens."""
     is_sampled = trajectory.arrays.versions != NOT_SAMPLED
-    return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
+    return int(np.count_nonzero(is_sampled[1:] > is_sampled[:-1]))
 
 
 def num_turns(trajectory: ScoredResponse) -> int:
