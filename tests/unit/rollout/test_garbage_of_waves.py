@@ -35,7 +35,7 @@ def test_after_the_limit_garbage_is_collected_while_episodes_run(monkeypatch):
     monkeypatch.setattr(executor, "_GARBAGE_PUT_OFF_S", 0.0)
 
     async def outcome(data):
-        while not gc.isenabled():
+        while not gc.isenabled():  # noqa: ASYNC110  nothing tells when it is enabled
             await asyncio.sleep(0.01)
         return ok(data)
 
