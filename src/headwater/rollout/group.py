@@ -74,10 +74,10 @@ class TrajectoryLimits:
     def _is_plainly_right(self, trajectory: Trajectory, prompt: Prompt, newest: int) -> bool:
         """Whether all numbers are of Python's own types and in their ranges, which almost all are. For short responses
         this is several times as fast as arrays."""
-        columns = trajectory.tokens, trajectory.versions, trajectory.logprobs
-        if _begins_with(columns, prompt):  # usually most of the tokens
-            columns = tuple(column[len(prompt.tokens) :] for column in columns)
-        tokens, versions, logprobs = columns
+        tokens, versions, logprobs = trajectory.tokens, trajectory.versions, trajectory.logprobs
+        if _begins_with(prompt, tokens, versions, logprobs):  # usually most of the tokens
+            start = len(prompt.tokens)
+            tokens, versions, logprobs = tokens[start:], versions[start:], logprobs[start:]
         if {*map(type, tokens), *map(type, versions)} != {int} or {*map(type, logprobs)} != {float}:
             return False
         are_tokens = min(trajectory.tokens) >= 0 and max(trajectory.tokens) < self.vocab_size
@@ -98,9 +98,8 @@ class TrajectoryLimits:
         return None
 
 
-def _begins_with(columns: tuple[Sequence[Any], ...], prompt: Prompt) -> bool:
+def _begins_with(prompt: Prompt, tokens: Sequence[int], versions: Sequence[int], logprobs: Sequence[float]) -> bool:
     """Whether tokens, versions and log-probs begin with those of the prompt, which no policy sampled."""
-    tokens, versions, logprobs = columns
     if not (type(tokens) is type(versions) is type(logprobs) is tuple):
         return False
     count = len(prompt.tokens)
