@@ -154,6 +154,9 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> set[str]:
     """The types of the parts of messages whose content is a list, such as ``text`` and ``image``."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, (list, tuple)) for part in content)
-    return {str(part.get("type", "text")) for part in parts if isinstance(part, Mapping)}
+    kinds: set[str] = set()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            kinds.update(str(part.get("type", "text")) for part in content if isinstance(part, Mapping))
+    return kinds

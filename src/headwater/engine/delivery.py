@@ -157,6 +157,8 @@ class Mailboxes:
 
     def of_running_loop(self) -> Mailbox:
         loop = asyncio.get_running_loop()
+        if (known := self._of_loop.get(loop)) is not None:
+            return known
         with self._lock:
             if loop not in self._of_loop:
                 for closed in [each for each in self._of_loop if each.is_closed()]:

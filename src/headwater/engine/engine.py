@@ -23,6 +23,7 @@ from headwater.core.capabilities import ALL_TAGS, ALL_UPDATE_MODES, Capabilities
 from headwater.core.engine import EngineLimits
 from headwater.core.engine_status import EngineStatus
 from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
+from headwater.core.garbage import garbage_put_off, settle_garbage
 from headwater.core.request import ModelRequest
 from headwater.core.response import Delta, ModelResponse
 from headwater.core.rounds import RoundSink
@@ -35,7 +36,7 @@ from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
 from headwater.engine.media import CACHE_BYTES, GPU_MEDIA_BYTES, MediaEncoder
 from headwater.engine.media_reader import MediaReader
-from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags, garbage_put_off, settle_garbage
+from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.pages import PagePool
 from headwater.engine.rows import DecodeRows

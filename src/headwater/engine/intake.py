@@ -13,7 +13,7 @@ from headwater.core.new_tokens import NewTokens
 from headwater.core.request import ModelRequest
 from headwater.core.response import Delta
 from headwater.core.rounds import RoundSink
-from headwater.core.sampling import wrong_stop
+from headwater.core.sampling import SamplingParams, wrong_stop
 from headwater.engine.delivery import Mailbox, failure_of
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guide
@@ -56,6 +56,7 @@ class RequestLimits:
                 "use the tokenizer the model was trained with"
             )
         self._check_sampling(request)
+        self.check_key(request)
         # Given tokens count as new tokens.
         num_prompt, num_new = len(request.input_tokens), request.sampling.max_new_tokens
         if num_prompt + num_new > self.max_model_tokens:
@@ -70,6 +71,12 @@ class RequestLimits:
                 f"request {request.request_id}: {num_prompt} prompt tokens + {num_new} new tokens need {num_pages} "
                 f"pages of the KV cache, which has {self.num_pages}; raise engine.kv_cache_gib"
             )
+
+    def check_key(self, request: ModelRequest) -> None:
+        """The part of ``check`` in which the samples of a prompt differ."""
+        if not -(2**63) <= request.rng_key < 2**63:
+            name = f"request {request.request_id}"
+            raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
 
     def _check_sampling(self, request: ModelRequest) -> None:
         """Reject values that a record accepts but the device's tensors cannot hold. They would stop the loop."""
@@ -89,8 +96,6 @@ class RequestLimits:
                 raise RequestError(f"{name}: logit_bias: token id {token} is outside the vocabulary")
         if sampling.num_top_logprobs > self.vocab_size:
             raise RequestError(f"{name}: num_top_logprobs exceeds the vocabulary of {self.vocab_size}")
-        if not -(2**63) <= request.rng_key < 2**63:
-            raise RequestError(f"{name}: rng_key = {request.rng_key}: must be a signed 64-bit number")
         if sampling.top_k >= 2**63:
             raise RequestError(f"{name}: top_k = {sampling.top_k}: must be < 2**63; use 0 to keep all tokens")
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
@@ -128,15 +133,23 @@ class Intake:
         self._end_token_ids = end_token_ids
         self._media = media
         self._model_name = model_name
+        self._last_checked: tuple[tuple[int, ...], SamplingParams | None] = (), None
+        """Tokens and settings of a request. The samples of a prompt share them, and they are checked once."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def check(self, request: ModelRequest) -> None:
+        tokens, sampling = self._last_checked
+        is_like_last = request.input_tokens is tokens and request.sampling is sampling
+        if is_like_last and not request.given_tokens and not request.media:
+            self._limits.check_key(request)
+            return
         self._limits.check(request)
         if request.media:
             self._check_media(request)
         if request.sampling.grammar is not None:
             self._grammars.start(request.sampling.grammar)
+        self._last_checked = request.input_tokens, request.sampling
 
     def _check_media(self, request: ModelRequest) -> None:
         if self._media is None:

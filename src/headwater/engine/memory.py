@@ -1,13 +1,9 @@
-"""The engine's weights, its device memory, which ``sleep`` releases and ``wake`` allocates, and garbage collection."""
+"""The engine's weights, and its device memory, which ``sleep`` releases and ``wake`` allocates."""
 
 from __future__ import annotations
 
-import atexit
-import gc
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +22,6 @@ from headwater.weights.memory import Receiver
 _GIB = 2**30
 _ALIGNMENT = 512
 """Every storage starts at a multiple of this many bytes, as with torch's allocator."""
-_lock = threading.Lock()
-_num_putting_off = 0
-_was_enabled = True
 
 
 class ModelWeights:
@@ -251,38 +244,3 @@ def check_tags(tags: Sequence[MemoryTag]) -> None:
     unknown = [tag for tag in tags if tag not in ALL_TAGS]
     if unknown or not tags:
         raise ConfigError([f"tags = {list(tags)}: must be one or more of {', '.join(ALL_TAGS)}"])
-
-
-@cache
-def settle_garbage() -> None:
-    """Exclude all existing objects from garbage collection, once per process.
-
-    Importing torch and transformers creates about half a million objects. Without this, the collector scans them
-    repeatedly in the middle of decoding rounds, more often with more requests.
-    """
-    gc.collect()
-    gc.freeze()
-    # Some extension modules print warnings at exit about objects that still exist.
-    atexit.register(gc.unfreeze)
-
-
-@contextmanager
-def garbage_put_off() -> Iterator[None]:
-    """Disable garbage collection inside the block.
-
-    With a thousand open requests, one collection takes longer than swapping the weights. The switch applies to the
-    whole process: if several engines are inside the block, the last one to leave enables collection again.
-    """
-    global _num_putting_off, _was_enabled
-    with _lock:
-        if not _num_putting_off:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _num_putting_off += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _num_putting_off -= 1
-            if not _num_putting_off and _was_enabled:
-                gc.enable()

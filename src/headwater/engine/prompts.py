@@ -137,6 +137,9 @@ class Prompts:
         self._num_computing = 0
         self._held: list[EngineSequence] = []
         self._is_holding = False
+        self._last_prompt: tuple[int, ...] = ()
+        self._last_key = b""
+        """The key of ``_last_prompt``."""
 
     @property
     def num_sequences(self) -> int:
@@ -156,7 +159,7 @@ class Prompts:
         if self._is_holding:
             self._held.append(sequence)
             return
-        key = sequence.all_tokens().tobytes()
+        key = self._key(sequence)
         job = self._computing.get(key)
         if job is not None and job.version == self.version:
             # The same prompt is being computed right now: add one more sample to it.
@@ -164,6 +167,15 @@ class Prompts:
             self._num_computing += 1
         else:
             self._waiting.add(sequence, key)
+
+    def _key(self, sequence: EngineSequence) -> bytes:
+        """See ``PromptJob.key``. Samples of a prompt arrive one after the other and share its tokens."""
+        prompt = sequence.request.input_tokens
+        if sequence.tokens or sequence.request.media:
+            return sequence.all_tokens().tobytes()
+        if prompt is not self._last_prompt:
+            self._last_prompt, self._last_key = prompt, sequence.all_tokens().tobytes()
+        return self._last_key
 
     def add_again(self, sequence: EngineSequence, key: bytes) -> None:
         """Add a sequence that had already started or was about to. It is never held back. ``key``: see ``add``."""

@@ -30,7 +30,7 @@ class Following:
     """Called on the engine's thread with the new tokens of all requests of this caller."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class EngineSequence:
     """A request, the tokens generated for it so far, and the callbacks of its caller.
 
@@ -68,6 +68,8 @@ class EngineSequence:
 
     def __post_init__(self) -> None:
         num_given = len(self.request.given_tokens)
+        if not num_given:
+            return
         # The log-probs and versions of given tokens are never returned; they only keep the lists equally long.
         self.extend([*self.request.given_tokens], [0.0] * num_given, [NOT_SAMPLED] * num_given)
         self.top_logprobs += [()] * (num_given if self.request.sampling.num_top_logprobs else 0)

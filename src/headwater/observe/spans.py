@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 from headwater.observe.trace import Trace
 
@@ -68,23 +68,24 @@ class Spans:
         self._since: dict[str, float] = {}
         self._total: dict[str, float] = {}
 
-    @contextmanager
-    def span(self, name: str, /, **args: object) -> Iterator[None]:
+    def span(self, name: str, /, **args: object) -> AbstractContextManager[None]:
+        return _Span(self, name, args)
+
+    def _begin(self, name: str, args: Mapping[str, object]) -> None:
         with self._lock:
             self._open[name] = self._open.get(name, 0) + 1
             if self._open[name] == 1:
                 self._since[name] = time.perf_counter()
         if self._trace is not None:
             self._trace.begin(name, **args)
-        try:
-            yield
-        finally:
-            if self._trace is not None:
-                self._trace.end(name)
-            with self._lock:
-                self._open[name] -= 1
-                if self._open[name] == 0:
-                    self._total[name] = self._total.get(name, 0.0) + time.perf_counter() - self._since.pop(name)
+
+    def _end(self, name: str) -> None:
+        if self._trace is not None:
+            self._trace.end(name)
+        with self._lock:
+            self._open[name] -= 1
+            if self._open[name] == 0:
+                self._total[name] = self._total.get(name, 0.0) + time.perf_counter() - self._since.pop(name)
 
     def drain(self) -> dict[str, float]:
         """Seconds per name since the last call. A span that is still open counts up to now; the rest counts later."""
@@ -95,3 +96,20 @@ class Spans:
                 self._since[name] = now
             total, self._total = self._total, {}
             return total
+
+
+class _Span:
+    """An open span. A class, because thousands of short episodes enter one each."""
+
+    __slots__ = ("_args", "_name", "_spans")
+
+    def __init__(self, spans: Spans, name: str, args: Mapping[str, object]) -> None:
+        self._spans = spans
+        self._name = name
+        self._args = args
+
+    def __enter__(self) -> None:
+        self._spans._begin(self._name, self._args)
+
+    def __exit__(self, *_: object) -> None:
+        self._spans._end(self._name)

@@ -157,10 +157,21 @@ class BatchTaskDispatcher(Generic[Job, Result]):
 
     # The consumer
 
-    def wait_results(self, count: int, describe: Callable[[], str], *, hard_limit_s: float) -> list[Result]:
-        """Wait for ``count`` results and return all that have arrived; fewer if nothing runs and nothing can start."""
+    def wait_results(
+        self,
+        count: int,
+        describe: Callable[[], str],
+        *,
+        hard_limit_s: float,
+        look: Callable[[], object] = lambda: None,
+    ) -> list[Result]:
+        """Wait for ``count`` results and return all that have arrived; fewer if nothing runs and nothing can start.
+
+        ``look`` is called at least once a second.
+        """
 
         def is_over() -> bool:
+            look()
             if self._error is not None or not self._tasks.is_alive:
                 return True
             return len(self._results) >= count or self._is_idle()

@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from headwater.core.drops import DropKind
 from headwater.core.engine import InferenceEngine
 from headwater.core.errors import RunError
+from headwater.core.garbage import garbage_put_off
 from headwater.rollout.dispatcher import BatchTaskDispatcher
 from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
@@ -41,6 +42,8 @@ from headwater.rollout.task_runner import AsyncTaskRunner
 
 _MAX_BARREN_BATCHES = 2
 """The run stops if this many batches' worth of groups fail in a row; otherwise it could loop forever."""
+_GARBAGE_PUT_OFF_S = 1.0
+"""How long the episodes of a wave run without garbage collection. Long episodes may produce garbage of any size."""
 
 
 class WorkflowExecutor:
@@ -129,15 +132,24 @@ class WorkflowExecutor:
                 f"{len(self._buffer)} of {num_groups} groups{lost}; {self._flights.describe()}"
             )
 
-        self._is_asked = True
-        self._dispatcher.notify()
-        while not (selection := self._select(num_groups)).is_enough:
-            left_s = max(0.0, self._timeout_s - (clock() - began))  # the limit applies to the whole batch
-            arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s)
-            if not arrived:  # nothing runs and nothing can start: the prompts or the rounds are used up
-                selection = self._select(num_groups, may_be_short=True)
-                break
-            self._take_in(arrived)
+        with ExitStack() as no_garbage:
+            if self.admission.in_waves:
+                # All episodes of a wave exist at once. A collection would look through them and find nothing.
+                no_garbage.enter_context(garbage_put_off())
+
+            def look() -> None:
+                if clock() - began > _GARBAGE_PUT_OFF_S:
+                    no_garbage.close()
+
+            self._is_asked = True
+            self._dispatcher.notify()
+            while not (selection := self._select(num_groups)).is_enough:
+                left_s = max(0.0, self._timeout_s - (clock() - began))  # the limit applies to the whole batch
+                arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s, look=look)
+                if not arrived:  # nothing runs and nothing can start: the prompts or the rounds are used up
+                    selection = self._select(num_groups, may_be_short=True)
+                    break
+                self._take_in(arrived)
         if not selection.chosen:
             raise too_few(self._buffer, self._dropped)
         return self._take(selection, num_groups)

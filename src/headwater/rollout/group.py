@@ -10,6 +10,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, compress
 from typing import Any, Protocol, get_args
 
 import numpy as np
@@ -57,7 +58,7 @@ class TrajectoryLimits:
     def problem(self, trajectory: Trajectory, prompt: Prompt, *, newest_seen: int) -> str | None:
         """Why a trajectory cannot be trained on, or None. ``newest_seen`` is the newest version in its responses."""
         newest = max(newest_seen, self.get_version())
-        if self._is_plainly_right(trajectory, newest):
+        if self._is_plainly_right(trajectory, prompt, newest):
             return self._wrong_length(trajectory, prompt)
         tokens, versions = np.asarray(trajectory.tokens), np.asarray(trajectory.versions)
         for name, array in (("tokens", tokens), ("versions", versions)):
@@ -72,13 +73,16 @@ class TrajectoryLimits:
             return f"a token of policy version {versions.min()}; use {NOT_SAMPLED} for tokens that were not sampled"
         return self._wrong_length(trajectory, prompt) or _wrong_logprob(trajectory)
 
-    def _is_plainly_right(self, trajectory: Trajectory, newest: int) -> bool:
+    def _is_plainly_right(self, trajectory: Trajectory, prompt: Prompt, newest: int) -> bool:
         """Whether all numbers are of Python's own types and in their ranges, which almost all are. For short responses
         this is several times as fast as arrays."""
         tokens, versions, logprobs = trajectory.tokens, trajectory.versions, trajectory.logprobs
+        if _begins_with(prompt, tokens, versions, logprobs):  # usually most of the tokens
+            start = len(prompt.tokens)
+            tokens, versions, logprobs = tokens[start:], versions[start:], logprobs[start:]
         if {*map(type, tokens), *map(type, versions)} != {int} or {*map(type, logprobs)} != {float}:
             return False
-        are_tokens = min(tokens) >= 0 and max(tokens) < self.vocab_size
+        are_tokens = min(trajectory.tokens) >= 0 and max(trajectory.tokens) < self.vocab_size
         are_versions = min(versions) >= NOT_SAMPLED and max(versions) <= newest
         # A sum is finite only if all of its terms are.
         return are_tokens and are_versions and math.isfinite(sum(logprobs)) and max(logprobs) <= _HIGHEST_LOGPROB
@@ -94,6 +98,15 @@ class TrajectoryLimits:
                 "limit of prompt and response together"
             )
         return None
+
+
+def _begins_with(prompt: Prompt, tokens: Sequence[int], versions: Sequence[int], logprobs: Sequence[float]) -> bool:
+    """Whether tokens, versions and log-probs begin with those of the prompt, which no policy sampled."""
+    if not (type(tokens) is type(versions) is type(logprobs) is tuple):
+        return False
+    count = len(prompt.tokens)
+    is_sampled = versions[:count] != (NOT_SAMPLED,) * count or logprobs[:count] != (0.0,) * count
+    return not is_sampled and tokens[:count] == prompt.tokens
 
 
 def _wrong_logprob(trajectory: Trajectory) -> str | None:
@@ -139,9 +152,8 @@ class Group:
 
     def oldest_version(self) -> int | None:
         """The oldest policy version among the trained tokens; None if no token is trained."""
-        arrays = (each.arrays for each in self.trajectories)
-        trained = (each.versions[each.loss_mask] for each in arrays)
-        return min((int(versions.min()) for versions in trained if len(versions)), default=None)
+        trained = (compress(each.versions, each.loss_mask) for each in self.trajectories)
+        return min(map(int, chain.from_iterable(trained)), default=None)
 
     def without_older(self, version: int) -> tuple[Group, int]:
         """Remove tokens older than ``version`` from the loss. Returns the new group and the number of such tokens."""
@@ -239,7 +251,7 @@ class ScoredResponse(Protocol):
 def num_replies(trajectory: Trajectory) -> int:
     """Messages of the model among the tokens."""
     is_sampled = trajectory.arrays.versions != NOT_SAMPLED
-    return int(np.count_nonzero(is_sampled[1:] & ~is_sampled[:-1]))
+    return int(np.count_nonzero(is_sampled[1:] > is_sampled[:-1]))
 
 
 def num_turns(trajectory: ScoredResponse) -> int:

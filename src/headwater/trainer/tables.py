@@ -118,9 +118,13 @@ def _shown(content: Any) -> str:
     return "".join(str(part["text"]) if "text" in part else f"[{part.get('type', 'part')}]" for part in content)
 
 
+_ENCODER = json.JSONEncoder(default=str, ensure_ascii=False)
+"""Made once: ``json.dumps`` would make one for every value."""
+
+
 def _to_json(value: object) -> str:
     """JSON that people can read. Half of a surrogate pair, which a file cannot hold, stays escaped."""
-    return json.dumps(value, default=str, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace").decode()
 
 
 def write_rollouts(

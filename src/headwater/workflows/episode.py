@@ -125,10 +125,11 @@ class Episode:
         self._turns: list[_Turn] = []
         self._text = ""
         self._prompt_length = self._turn_start = self._turn_end = len(tokens)
-        self._tokens: list[int] = []
-        self._loss_mask: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        # Tuples, so that the samples of a prompt share its tokens, and a request or a trajectory needs no copy.
+        self._tokens: tuple[int, ...] = ()
+        self._loss_mask: tuple[int, ...] = ()
+        self._logprobs: tuple[float, ...] = ()
+        self._versions: tuple[int, ...] = ()
         self._media: Media = ()
         self._append_given(tokens, media)
 
@@ -149,7 +150,7 @@ class Episode:
     @property
     def tokens(self) -> tuple[int, ...]:
         """All tokens so far: the input of the next request."""
-        return tuple(self._tokens)
+        return self._tokens
 
     @property
     def media(self) -> Media:
@@ -183,7 +184,7 @@ class Episode:
 
         Only the end token that closes the message is removed.
         """
-        tokens = self._tokens[self._turn_start : self._turn_end]
+        tokens = list(self._tokens[self._turn_start : self._turn_end])
         if tokens and tokens[-1] in (self.context.tokenizer.eos_token_id, *self.context.sampling.stop_token_ids):
             tokens = tokens[:-1]
         return self.context.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -195,14 +196,13 @@ class Episode:
         Parsers of tool calls need to know it.
         """
         before = self._tokens[max(0, self._turn_start - _NUM_OPENING_TOKENS) : self._turn_start]
-        return opens_reasoning(self.context.tokenizer.decode(before, skip_special_tokens=False))
+        return opens_reasoning(self.context.tokenizer.decode(list(before), skip_special_tokens=False))
 
     @property
     def will_begin_in_reasoning(self) -> bool:
         """Whether the model's next message begins inside reasoning."""
-        return opens_reasoning(
-            self.context.tokenizer.decode(self._tokens[-_NUM_OPENING_TOKENS:], skip_special_tokens=False)
-        )
+        last = self._tokens[-_NUM_OPENING_TOKENS:]
+        return opens_reasoning(self.context.tokenizer.decode(list(last), skip_special_tokens=False))
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -210,8 +210,11 @@ class Episode:
 
         A part that is an image or a video has the digest of its content: ``{"type": "image", "digest": ...}``.
         """
-        replies = iter(self._replies)
-        return tuple(next(replies) if is_model_turn(each) else each for each in self._chat)
+        messages, replies = list(self._chat), iter(self._replies)
+        for place, message in enumerate(messages):
+            if is_model_turn(message):
+                messages[place] = next(replies)
+        return tuple(messages)
 
     async def reply(
         self,
@@ -322,9 +325,9 @@ class Episode:
             sample=self.sample,
             tokens=self.tokens,
             prompt_length=self._prompt_length,
-            loss_mask=tuple(self._loss_mask),
-            logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
+            loss_mask=self._loss_mask,
+            logprobs=self._logprobs,
+            versions=self._versions,
             reward=score.value,
             stop_reason=self.stop_reason,
             turn_rewards=tuple(turn_scores or ()),
@@ -370,8 +373,6 @@ class Episode:
         """The same piece as a separate object. The next reply of both has the same randomness, so discard one."""
         piece = copy.copy(self)
         piece._chat, piece._replies, piece._turns = list(self._chat), list(self._replies), list(self._turns)
-        piece._tokens, piece._loss_mask = list(self._tokens), list(self._loss_mask)
-        piece._logprobs, piece._versions = list(self._logprobs), list(self._versions)
         return piece
 
     def _cut(self, turn: int) -> None:
@@ -390,10 +391,10 @@ class Episode:
         self._turn_start, self._turn_end, self._text = last.start, last.end, last.text
         start, self.stop_reason = last.start, last.stop_reason
         self.response = ModelResponse(
-            input_tokens=tuple(self._tokens[:start]),
-            output_tokens=tuple(self._tokens[start:]),
-            output_logprobs=tuple(self._logprobs[start:]),
-            output_versions=tuple(self._versions[start:]),
+            input_tokens=self._tokens[:start],
+            output_tokens=self._tokens[start:],
+            output_logprobs=self._logprobs[start:],
+            output_versions=self._versions[start:],
             stop_reason=self.stop_reason,
         )
 
@@ -458,7 +459,8 @@ class Episode:
         if turn is not None:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
-        limit = self.room if max_tokens is None else min(self.room, max_tokens)
+        room = self.room
+        limit = room if max_tokens is None else min(room, max_tokens)
         if limit != sampling.max_new_tokens or stop or grammar is not None or sampling.min_new_tokens > limit:
             sampling = replace(
                 sampling,
@@ -476,12 +478,12 @@ class Episode:
             self._replies.append({})
         else:
             self._turns.pop()
-        self._tokens += response.output_tokens
-        self._loss_mask += [int(is_trained)] * len(response.output_tokens)
-        self._logprobs += response.output_logprobs
-        self._versions += response.output_versions
+        self._tokens = (*self._tokens, *response.output_tokens)
+        self._loss_mask += (int(is_trained),) * len(response.output_tokens)
+        self._logprobs = (*self._logprobs, *response.output_logprobs)
+        self._versions = (*self._versions, *response.output_versions)
         self._turn_end = len(self._tokens)
-        self._text = self.context.tokenizer.decode(self._tokens[self._turn_start :], skip_special_tokens=True)
+        self._text = self.context.tokenizer.decode(list(self._tokens[self._turn_start :]), skip_special_tokens=True)
         self._replies[-1] = {"role": "assistant", "content": self._text}
         self.response, self.stop_reason = response, response.stop_reason
         self._turns.append(_Turn(len(self._chat), self._turn_start, self._turn_end, self._text, self.stop_reason))
@@ -489,7 +491,7 @@ class Episode:
     def _append_given(self, tokens: Sequence[int], media: Media) -> None:
         """``media`` have their places among ``tokens``."""
         self._media += tuple(item.moved(len(self._tokens)) for item in media)
-        self._tokens += tokens
-        self._loss_mask += [0] * len(tokens)
-        self._logprobs += [0.0] * len(tokens)
-        self._versions += [NOT_SAMPLED] * len(tokens)
+        self._tokens += tuple(tokens)  # the same object, if nothing was there before
+        self._loss_mask += (0,) * len(tokens)
+        self._logprobs += (0.0,) * len(tokens)
+        self._versions += (NOT_SAMPLED,) * len(tokens)

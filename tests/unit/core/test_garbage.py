@@ -1,4 +1,4 @@
-"""Garbage collection is disabled while weights are swapped, and enabled again afterwards."""
+"""Garbage collection is disabled inside the block, and enabled again afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from headwater.engine.memory import garbage_put_off
+from headwater.core.garbage import garbage_put_off
 
 
 def test_it_is_on_again_once_the_last_one_has_left():
