@@ -36,6 +36,7 @@ from headwater.learner.pictures_ahead import PicturesAhead
 from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard
 from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
+from headwater.models.upload import upload
 
 _TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
 
@@ -384,12 +385,11 @@ class TrainEngine(ForwardEngine):
         try:
             width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_microbatch")
-            # Moved once: selecting the rows of every micro-batch on the CPU would delay the device.
-            columns = _loss_columns(batch).to(self.device)
+            columns = _LossColumns(batch, self.device)
             for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
                 if counts:
-                    micro = columns[pack.rows]
+                    micro = columns.of(pack)
                     self._backward(outputs, micro, loss_fn, aggregation, totals, sums)
                     sums.add_flops(self._num_passes * self._pass_flops(pack) + self._vision_flops(pack))
                     if compares_rollouts:
@@ -471,6 +471,19 @@ class TrainEngine(ForwardEngine):
             optimizer.move(device)
 
 
-def _loss_columns(batch: DataProto) -> DataProto:
-    """The batch without the token columns, which its packs hold."""
-    return batch.select(sorted(set(batch.batch.keys()) - _TOKENS))
+class _LossColumns:
+    """The columns of a batch that a loss may need: all but the tokens, which its packs hold.
+
+    They are moved once, and the rows of a micro-batch are selected on the device, with an index that is there already.
+    Otherwise the host would wait for the forward pass before it could launch the loss and the backward pass.
+    """
+
+    def __init__(self, batch: DataProto, device: torch.device) -> None:
+        names = sorted(set(batch.batch.keys()) - _TOKENS)
+        self._tensors = dict(zip(names, upload([batch.batch[name] for name in names], device), strict=True))
+        self._meta_info = batch.meta_info
+
+    def of(self, pack: Pack) -> DataProto:
+        """The rows of ``pack``, in its order."""
+        rows = {name: column.index_select(0, pack.batch_rows) for name, column in self._tensors.items()}
+        return DataProto.from_dict(rows, meta_info=self._meta_info)

@@ -20,6 +20,10 @@ from headwater.core.errors import DataError
 from headwater.core.media import MEDIA_COLUMN, Media, MediaContent, identity_tokens, rotary_positions
 from headwater.learner.partition import pack_evenly
 from headwater.models.packed_attention import Segments
+from headwater.models.upload import upload
+
+_PACK_TENSORS = ("batch_rows", "input_ids", "position_ids", "predictors", "targets", "row", "column")
+"""What the device needs of a pack."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ class Pack:
 
     rows: list[int]
     """Rows of the batch."""
+    batch_rows: Tensor
+    """The same, to select their columns on the device."""
     input_ids: Tensor
     position_ids: Tensor
     """``[tokens]``, or ``[3, tokens]`` if media of the pack have a grid."""
@@ -111,17 +117,14 @@ class Pack:
         return values.new_zeros(len(self.rows), self.width).index_put((self.row, self.column), values)
 
     def to(self, device: torch.device) -> Pack:
-        media = self.media
-        if media is not None:
-            places, sources = (each.to(device, non_blocking=True) for each in (media.places, media.sources))
-            media = replace(media, places=places, sources=sources)
+        """The pack with its tensors on ``device``. The host does not wait for the copy."""
+        own = {name: getattr(self, name) for name in _PACK_TENSORS}
+        media = {} if self.media is None else {"places": self.media.places, "sources": self.media.sources}
+        moved = upload([*own.values(), *media.values()], device)
         return replace(
             self,
-            media=media,
-            **{
-                name: getattr(self, name).to(device, non_blocking=True)
-                for name in ("input_ids", "position_ids", "predictors", "targets", "row", "column")
-            },
+            media=None if self.media is None else replace(self.media, **dict(zip(media, moved[len(own) :], strict=True))),
+            **dict(zip(own, moved, strict=False)),
         )
 
 
@@ -237,7 +240,8 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
                 segments.append((num_tokens, len(row.response), prompt_start, len(prompt)))
             num_tokens += len(row.response)
     return Pack(
-        rows=[row.index for row in rows],
+        rows=(indices := [row.index for row in rows]),
+        batch_rows=torch.tensor(indices),
         input_ids=torch.from_numpy(np.concatenate(tokens)),
         position_ids=torch.from_numpy(_joined(positions)),
         segments=Segments(*np.array(segments, np.int64).T),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headwater.core.errors import ModelError
+from headwater.models.upload import upload
 
 NAME = "headwater_packed"
 
@@ -91,12 +92,12 @@ class VarlenAttention:
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         key_lengths = segments.lengths + segments.prefix_lengths
-        self._query_starts = _cumulative(segments.lengths).to(device)
-        self._key_starts = _cumulative(key_lengths).to(device)
         self._longest_query, self._longest_key = int(segments.lengths.max()), int(key_lengths.max())
-        self._key_places: Tensor | None = None
+        tensors = [_cumulative(segments.lengths), _cumulative(key_lengths)]
         if segments.prefix_lengths.any():
-            self._key_places = torch.from_numpy(segments.all_key_places()).to(device)
+            tensors.append(torch.from_numpy(segments.all_key_places()))
+        self._query_starts, self._key_starts, *places = upload(tensors, device)
+        self._key_places = places[0] if places else None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
         if self._key_places is not None:
@@ -150,9 +151,8 @@ class BucketedAttention:
         for members in shapes.values():
             keys = np.stack([segments.key_places(each) for each in members])
             length = int(segments.lengths[members[0]])
-            self._buckets.append(
-                _Bucket(torch.from_numpy(keys[:, -length:]).to(device), torch.from_numpy(keys).to(device))
-            )
+            queries, uploaded = upload([torch.from_numpy(keys[:, -length:]), torch.from_numpy(keys)], device)
+            self._buckets.append(_Bucket(queries, uploaded))
         written = torch.cat([bucket.queries.flatten() for bucket in self._buckets])
         self._place_of_token = torch.empty_like(written)
         self._place_of_token[written] = torch.arange(len(written), device=device)
