@@ -15,7 +15,8 @@ from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import MissingColumn, RunError
-from headwater.learner.engine import TrainEngine, mean_stats, minibatches
+from headwater.learner.engine import TrainEngine, minibatches
+from headwater.learner.step_sums import mean_stats
 
 _PADDED = "pad_trajectories gives it"
 

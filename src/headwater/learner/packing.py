@@ -118,14 +118,12 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """The pack with its tensors on ``device``. The host does not wait for the copy."""
-        own = {name: getattr(self, name) for name in _PACK_TENSORS}
-        media = {} if self.media is None else {"places": self.media.places, "sources": self.media.sources}
-        moved = upload([*own.values(), *media.values()], device)
-        return replace(
-            self,
-            media=None if self.media is None else replace(self.media, **dict(zip(media, moved[len(own) :], strict=True))),
-            **dict(zip(own, moved, strict=False)),
-        )
+        own = [getattr(self, name) for name in _PACK_TENSORS]
+        if self.media is None:
+            return replace(self, **dict(zip(_PACK_TENSORS, upload(own, device), strict=True)))
+        *moved, places, sources = upload([*own, self.media.places, self.media.sources], device)
+        media = replace(self.media, places=places, sources=sources)
+        return replace(self, media=media, **dict(zip(_PACK_TENSORS, moved, strict=True)))
 
 
 def token_column(batch: DataProto, name: str) -> Tensor:
@@ -240,8 +238,8 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
                 segments.append((num_tokens, len(row.response), prompt_start, len(prompt)))
             num_tokens += len(row.response)
     return Pack(
-        rows=(indices := [row.index for row in rows]),
-        batch_rows=torch.tensor(indices),
+        rows=[row.index for row in rows],
+        batch_rows=torch.tensor([row.index for row in rows]),
         input_ids=torch.from_numpy(np.concatenate(tokens)),
         position_ids=torch.from_numpy(_joined(positions)),
         segments=Segments(*np.array(segments, np.int64).T),
