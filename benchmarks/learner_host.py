@@ -39,7 +39,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     "rows of a batch": (DataProto, "__getitem__"),
     "counts": (engine.TrainEngine, "totals"),
     "reading rows": (engine, "read_rows"),
-    "packing": (engine, "pack_rows"),
+    "planning packs": (engine, "pack_rows"),
+    "making packs": (packing, "_pack"),
     "columns to the device": (engine.LossColumns, "__init__"),
     "columns of a micro-batch": (engine.LossColumns, "of"),
     "pack to the device": (packing.Pack, "to"),
@@ -74,9 +75,8 @@ def main() -> None:
     for name, data in (("lengths", _lengths()), ("groups", _groups())):
         for what in ("update", "logprobs"):
             rows.append({"case": name, "what": what, **_measure(data, what, options.runs)})
-            print(
-                name, what, {part: round(ms, 2) for part, ms in rows[-1].items() if isinstance(ms, float)}, flush=True
-            )
+            shown = ", ".join(f"{part} {ms:.2f}" for part, ms in rows[-1].items() if isinstance(ms, float))
+            print(f"{name}, {what}: {shown}", flush=True)
     write_record(options.out, CPU, unit="milliseconds of processor time", rows=rows)
 
 

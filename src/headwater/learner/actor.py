@@ -77,7 +77,8 @@ class Actor:
             informative = ((self._advantages(minibatch) != 0) & (minibatch.batch["response_mask"] != 0)).any(dim=1)
             if not self.engine.ranks.max(int(informative.sum())):
                 return None
-            minibatch = minibatch[informative]
+            if not informative.all():
+                minibatch = minibatch[informative]
         return self.engine.train_step(
             minibatch,
             self.token_losses,

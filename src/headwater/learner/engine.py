@@ -39,12 +39,14 @@ def minibatches(experience: DataProto, config: LearnerConfig) -> Iterator[DataPr
     The number of mini-batches does not depend on the number of rows, and some may be empty, because ranks with
     different numbers of rows take their optimiser steps together.
     """
-    rows, num_rows = torch.arange(len(experience)), len(experience)
-    if DISPATCH_KEY in experience.meta_info:
-        rows, num_rows = dispatched_rows(experience)
+    is_split = DISPATCH_KEY in experience.meta_info
+    rows, num_rows = dispatched_rows(experience) if is_split else (None, len(experience))
     for _ in range(config.num_epochs):
         for part in minibatch_rows(num_rows, config.num_minibatches):
-            yield experience[(rows >= part.start) & (rows < part.stop)]
+            if rows is not None:
+                yield experience[(rows >= part.start) & (rows < part.stop)]
+            else:  # a slice shares the memory of the batch; copying the columns would take longer than packing them
+                yield experience[part.start : part.stop]
 
 
 class ForwardEngine:
@@ -156,10 +158,17 @@ class ForwardEngine:
             num_packs = most
             if rows and len(packs) < num_packs:
                 packs = self._pack(rows, width, max_tokens, num_packs)
-        passes = [packs[number] if number < len(packs) else packs[0] if packs else idle for number in range(num_packs)]
-        for number, pack in enumerate(passes):
+
+        def made(number: int) -> Pack:
+            return packs[number] if number < len(packs) else packs[0] if packs else idle
+
+        following: Pack | None = None
+        for number in range(num_packs):
+            # Made one by one: the device computes a pack while the host makes the next one.
+            pack = made(number) if following is None else following
             if self._ahead is not None:
-                self._ahead.read(pack, passes[number + 1] if number + 1 < num_packs else None)
+                following = made(number + 1) if number + 1 < num_packs else None
+                self._ahead.read(pack, following)
             yield pack.to(self.device), number < len(packs)
 
     def _rows(self, batch: DataProto, max_tokens: int, key: str) -> list[PackRow]:
@@ -191,7 +200,7 @@ class ForwardEngine:
             raise problem or OtherRankFailed("another rank cannot compute its rows; see the error of that rank")
         return rows
 
-    def _pack(self, rows: Sequence[PackRow], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
+    def _pack(self, rows: Sequence[PackRow], width: int, max_tokens: int, min_packs: int) -> Sequence[Pack]:
         return pack_rows(rows, width, max_tokens, min_packs=min_packs, share_prompts=self.config.share_prompts)
 
 

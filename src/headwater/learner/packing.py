@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 import torch
@@ -182,14 +183,35 @@ def check_lengths(rows: Sequence[PackRow], max_tokens: int, key: str) -> None:
 
 def pack_rows(
     rows: Sequence[PackRow], width: int, max_tokens: int, *, min_packs: int = 1, share_prompts: bool = True
-) -> list[Pack]:
-    """Packs of at most ``max_tokens`` tokens, at least ``min_packs`` of them if there are that many bundles of rows."""
+) -> Sequence[Pack]:
+    """Packs of at most ``max_tokens`` tokens, at least ``min_packs`` of them if there are that many bundles of rows.
+
+    Every pack is made when it is accessed.
+    """
     bundles = list(_bundles(rows, max_tokens, share_prompts))
     if not bundles:
         return []
     sizes = [each.num_tokens for each in bundles]
     plan = pack_evenly(sizes, max_tokens, min_bins=min(min_packs, len(bundles)))
-    return [_pack([bundles[place] for place in part], width) for part in plan]
+    return _PlannedPacks([[bundles[place] for place in part] for part in plan], width)
+
+
+class _PlannedPacks(Sequence[Pack]):
+    def __init__(self, plan: list[list[_Bundle]], width: int) -> None:
+        self._plan = plan
+        self._width = width
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
+        if isinstance(index, slice):
+            return [_pack(part, self._width) for part in self._plan[index]]
+        return _pack(self._plan[index], self._width)
 
 
 def _bundles(rows: Sequence[PackRow], max_tokens: int, share_prompts: bool) -> Iterator[_Bundle]:
