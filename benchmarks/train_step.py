@@ -53,6 +53,7 @@ CASES = {
     case.name: case
     for case in (
         Case("packed"),
+        Case("kept_logits", training=(("kept_logits_gib", 16.0),)),
         Case("unfused", training=(("fused_layers", False),)),
         Case("compiled", training=(("compile", True),)),
         Case("checkpointed", training=(("checkpoint_activations", True),)),

@@ -227,6 +227,7 @@ class TrainEngine(ForwardEngine):
         """``num_decay_steps`` is the number of optimiser steps of the run, which a decaying schedule needs."""
         super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks, device=device, weights=weights)
         self._compute_dtype = compute_dtype
+        module.kept_logits_bytes = int(config.kept_logits_gib * 2**30)
         # The optimisers of this engine and of its siblings, which are offloaded together.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -120,11 +120,12 @@ class Pack:
     def to(self, device: torch.device) -> Pack:
         """The pack with its tensors on ``device``. The host does not wait for the copy."""
         own = [getattr(self, name) for name in _PACK_TENSORS]
-        if self.media is None:
-            return replace(self, **dict(zip(_PACK_TENSORS, upload(own, device), strict=True)))
-        *moved, places, sources = upload([*own, self.media.places, self.media.sources], device)
-        media = replace(self.media, places=places, sources=sources)
-        return replace(self, media=media, **dict(zip(_PACK_TENSORS, moved, strict=True)))
+        media = [] if self.media is None else [self.media.places, self.media.sources]
+        moved = upload([*own, *media], device)
+        changes: dict[str, Any] = dict(zip(_PACK_TENSORS, moved, strict=False))
+        if self.media is not None:
+            changes["media"] = replace(self.media, places=moved[-2], sources=moved[-1])
+        return replace(self, **changes)
 
 
 def token_column(batch: DataProto, name: str) -> Tensor:
