@@ -30,6 +30,8 @@ from headwater.config.schema import AlgorithmConfig, LearnerConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner import engine, packing, step_sums
 from headwater.learner.actor import Actor
+from headwater.learner.loss_columns import LossColumns
+from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PolicyModule
 from headwater.models.packed_attention import VarlenAttention
 from headwater.rollout.group import pad_trajectories
@@ -41,15 +43,15 @@ PARTS: dict[str, tuple[Any, str]] = {
     "reading rows": (engine, "read_rows"),
     "planning packs": (engine, "pack_rows"),
     "making packs": (packing, "_pack"),
-    "columns to the device": (engine.LossColumns, "__init__"),
-    "columns of a micro-batch": (engine.LossColumns, "of"),
+    "columns to the device": (LossColumns, "__init__"),
+    "columns of a micro-batch": (LossColumns, "of"),
     "pack to the device": (packing.Pack, "to"),
     "tables of attention": (VarlenAttention, "__init__"),
     "loss and statistics (kernels)": (engine.TrainEngine, "_backward"),
     "comparison with rollouts (kernels)": (step_sums.StepSums, "add_gap"),
     "padding (kernels)": (packing.Pack, "padded"),
     "reading statistics": (step_sums.StepSums, "read"),
-    "optimiser": (engine.Optimizer, "step"),
+    "optimiser": (Optimizer, "step"),
 }
 
 
