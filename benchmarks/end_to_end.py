@@ -39,7 +39,7 @@ from options import parser_of
 from record import write_record
 from rollout_throughput import Case, floor_tokens_per_s, measure_ceilings
 from shapes import SHAPES, build_model, default_device, default_dtype
-from train_step import Work, trajectory
+from train_step import Work, make_trajectory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headwater.models.builtin.smollm2 import fetched_folder
@@ -216,7 +216,7 @@ def _floor(job: Job, ceilings: Any) -> dict[str, float]:
     mean_prompt = sum(job.prompt_tokens) / len(job.prompt_tokens)
     rate = floor_tokens_per_s(model, case, len(job.chats), mean_prompt, ceilings)
     rows = [
-        trajectory([number] * length, [0] * job.num_new_tokens, sample)
+        make_trajectory([number] * length, [0] * job.num_new_tokens, sample)
         for number, length in enumerate(job.prompt_tokens)
         for sample in range(job.num_samples)
     ]

@@ -292,8 +292,7 @@ def main() -> None:
             )
             for case in options.cases
         ]
-        filters = {"top_p": options.top_p, "top_k": options.top_k}
-        vllm = run_vllm(options.vllm_python, model, cases, options.runs, filters)
+        vllm = run_vllm(options.vllm_python, model, cases, options.runs)
     settings = EngineConfig(
         max_sequences=most,
         decode_steps=options.decode_steps,

@@ -53,6 +53,7 @@ CASES = {
     case.name: case
     for case in (
         Case("packed"),
+        Case("kept_logits", training=(("kept_logits_gib", 16.0),)),
         Case("unfused", training=(("fused_layers", False),)),
         Case("compiled", training=(("compile", True),)),
         Case("checkpointed", training=(("checkpoint_activations", True),)),
@@ -98,7 +99,7 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
     dtype = default_dtype(device)
     # What is trained is float32; frozen weights are only computed with.
     model = build_model(options.shape, device, dtype if case.lora_rank else torch.float32)
-    data = _experience(options, model.config.vocab_size)
+    data = experience_of(options, model.config.vocab_size)
     module = case.make_module(model, 1.0)
     if case.lora_rank:
         add_adapters(model, LoraConfig(rank=case.lora_rank))
@@ -157,7 +158,7 @@ def _attention_flops(model: Any, segments: Segments) -> float:
     return 2 * 2.0 * width * config.num_hidden_layers * pairs
 
 
-def _experience(options: argparse.Namespace, vocabulary: int) -> DataProto:
+def experience_of(options: argparse.Namespace, vocabulary: int) -> DataProto:
     """Sequences whose lengths are log-normal, cut at the longest, until there are tokens enough."""
     generator = torch.Generator().manual_seed(0)
     trajectories: list[Trajectory] = []
@@ -171,14 +172,14 @@ def _experience(options: argparse.Namespace, vocabulary: int) -> DataProto:
             longest = min(options.longest, options.tokens - num_tokens + len(prompt) + 8)
             length = max(int(min(float(length), longest)), len(prompt) + 8)
             response = torch.randint(10, vocabulary, (length - len(prompt),), generator=generator).tolist()
-            trajectories.append(trajectory(prompt, response, sample))
+            trajectories.append(make_trajectory(prompt, response, sample))
             num_tokens += length
     data = pad_trajectories(trajectories, pad_token_id=0)
     advantages = torch.randn(len(data), 1, generator=generator) * data.batch["response_mask"]
     return data.with_columns(tensors={"old_logprobs": data.batch["rollout_logprobs"], "advantages": advantages})
 
 
-def trajectory(prompt: list[int], response: list[int], sample: int) -> Trajectory:
+def make_trajectory(prompt: list[int], response: list[int], sample: int) -> Trajectory:
     return Trajectory(
         uid="row",
         sample=sample,

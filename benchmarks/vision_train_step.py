@@ -33,10 +33,11 @@ from headwater.core.data_proto import DataProto
 from headwater.core.media import Media
 from headwater.core.trajectory import Trajectory
 from headwater.learner.actor import Actor
-from headwater.learner.engine import FLOPS, TrainEngine
+from headwater.learner.engine import TrainEngine
 from headwater.learner.freeze import freeze_parts
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
+from headwater.learner.step_sums import FLOPS
 from headwater.models.vision import VisionProcessor
 from headwater.rollout.group import pad_trajectories
 

@@ -28,9 +28,9 @@ def main() -> None:
     )
     times = {}
     for case in job["cases"]:
-        samples, new_tokens, sampling = case["samples"], case["new_tokens"], job.get("sampling", {})
-        _seconds(llm, case["warm_prompts"], samples, min(16, new_tokens), sampling)
-        times[case["name"]] = [_seconds(llm, prompts, samples, new_tokens, sampling) for prompts in case["runs"]]
+        samples, new_tokens = case["samples"], case["new_tokens"]
+        _seconds(llm, case["warm_prompts"], samples, min(16, new_tokens))
+        times[case["name"]] = [_seconds(llm, prompts, samples, new_tokens) for prompts in case["runs"]]
     Path(sys.argv[1]).write_text(json.dumps({"version": vllm.__version__, "seconds": times}))
 
 
@@ -43,9 +43,7 @@ def _prompt(given: list[int] | dict[str, object]) -> dict[str, object]:
         return {"prompt_token_ids": given["tokens"], "multi_modal_data": {"image": image.convert("RGB")}}
 
 
-def _seconds(
-    llm: LLM, prompts: list[list[int] | dict[str, object]], samples: int, new_tokens: int, further: dict[str, object]
-) -> float:
+def _seconds(llm: LLM, prompts: list[list[int] | dict[str, object]], samples: int, new_tokens: int) -> float:
     # Only the log-prob of the sampled token, in flat lists instead of one object per token.
     sampling = SamplingParams(
         n=samples,
@@ -55,7 +53,6 @@ def _seconds(
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        **further,
     )
     started = time.perf_counter()
     outputs = llm.generate([_prompt(each) for each in prompts], sampling, use_tqdm=False)

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,8 @@ class VllmRuns:
     """Of each timed run of each case, by its name."""
 
 
-def run_vllm(
-    python: str, model: Any, cases: Sequence[VllmCase], num_runs: int, sampling: Mapping[str, Any] | None = None
-) -> VllmRuns:
-    """Every run has different prompts, so that none are cached. ``sampling`` are further fields of its parameters."""
+def run_vllm(python: str, model: Any, cases: Sequence[VllmCase], num_runs: int) -> VllmRuns:
+    """Every run has different prompts, so that none are cached."""
     device, vocabulary = model.device, model.config.vocab_size
     most = max(case.sequences for case in cases)
 
@@ -55,7 +53,6 @@ def run_vllm(
             "max_tokens": max(case.prompt_tokens + case.new_tokens for case in cases),
             "max_sequences": most,
             "settings": _settings(device, most),
-            "sampling": dict(sampling or {}),
             "cases": [
                 {
                     "name": case.name,

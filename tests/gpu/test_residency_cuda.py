@@ -209,7 +209,7 @@ def test_streamed_averages_are_bitwise_those_on_the_device(bucket, monkeypatch):
         for copies, optimizer in zip(parameters, optimizers, strict=True):
             for parameter, gradient in zip(copies, gradients, strict=True):
                 parameter.grad = gradient.clone()
-            optimizer.step(0.0)
+            optimizer.step(0.0, float(optimizer.clip()))
     torch.cuda.synchronize()
     plain, streamed = optimizers
     for one, other in zip(*parameters, strict=True):

@@ -88,15 +88,15 @@ def gradient(learner: Actor, data) -> torch.Tensor:
     """Of one update, before clipping."""
     taken = []
 
-    def keep(loss: float) -> dict[str, float]:
+    def keep() -> torch.Tensor:
         parameters = [each for each in learner.engine.module.parameters() if each.requires_grad]
         gradients = [parameter.grad for parameter in parameters]
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
         taken.append(torch.cat([each.float().flatten().cpu() for each in whole]))
         learner.engine._optimizer.clear()
-        return {"skipped_steps": 0.0}
+        return torch.zeros((), device=CUDA)
 
-    learner.engine._optimizer.step = keep
+    learner.engine._optimizer.clip = keep
     learner.update(data.with_columns(tensors={"old_logprobs": learner.engine.compute(data)["logprobs"]}))
     return taken[0]
 

@@ -286,6 +286,9 @@ class LearnerConfig:
     it needs no gradients and no optimiser state. Empty trains all parts."""
     checkpoint_activations: bool = False
     """Keep only the input of each layer and recompute the rest in the backward pass: less memory, a third more work."""
+    kept_logits_gib: Annotated[float, AtLeast(0)] = 2.0
+    """Keep the logits of a pass for its backward pass if they need at most this much memory: 4 bytes per trained token
+    and token of the vocabulary. Otherwise the output layer is computed twice, with the same result."""
     fused_layers: bool = True
     """On a GPU, use fused kernels: our norms of the float32 residual stream, and the rotary embeddings and gated
     products of liger-kernel if it is installed."""

@@ -15,7 +15,8 @@ from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import MissingColumn, RunError
-from headwater.learner.engine import TrainEngine, mean_stats, minibatches
+from headwater.learner.engine import TrainEngine, minibatches
+from headwater.learner.step_sums import mean_stats
 
 _PADDED = "pad_trajectories gives it"
 
@@ -76,7 +77,8 @@ class Actor:
             informative = ((self._advantages(minibatch) != 0) & (minibatch.batch["response_mask"] != 0)).any(dim=1)
             if not self.engine.ranks.max(int(informative.sum())):
                 return None
-            minibatch = minibatch[informative]
+            if not informative.all():
+                minibatch = minibatch[informative]
         return self.engine.train_step(
             minibatch,
             self.token_losses,

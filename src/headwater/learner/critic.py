@@ -14,7 +14,8 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import AlgorithmConfig
 from headwater.config.training_schema import CriticConfig
 from headwater.core.data_proto import DataProto
-from headwater.learner.engine import TrainEngine, mean_stats, minibatches
+from headwater.learner.engine import TrainEngine, minibatches
+from headwater.learner.step_sums import mean_stats
 
 _USER = "critic.enabled = true"
 _HUBER_DELTA = 10.0

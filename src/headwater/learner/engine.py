@@ -10,23 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headwater.algorithms.diagnostics import (
-    NUM_BINS,
-    NUM_GAP_SUMS,
-    count_ratios,
-    effective_sample_size,
-    gap_metrics,
-    gap_sums,
-    percentiles_of,
-    weight_sums,
-)
-from headwater.algorithms.masked import StepTotals, aggregate, count_sequences, masked_sum
+from headwater.algorithms.masked import StepTotals, aggregate, count_sequences
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import DISPATCH_KEY, dispatched_rows
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
+from headwater.learner.loss_columns import LossColumns
 from headwater.learner.loss_scale import LossScale
 from headwater.learner.optimizer import CPU, Optimizer, Residency
 from headwater.learner.packed_module import PackedModule
@@ -34,15 +25,9 @@ from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, p
 from headwater.learner.partition import minibatch_rows
 from headwater.learner.pictures_ahead import PicturesAhead
 from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard
+from headwater.learner.step_sums import StepSums
 from headwater.models.flops import PassFlops, peak_flops
 from headwater.models.sharded_load import ShardReader
-
-_TOKENS = frozenset({"input_ids", "attention_mask", "position_ids"})
-
-GAP = "rollout_gap/"
-"""The metrics that compare the learner with the engine; they have this name whichever model they come from."""
-FLOPS = "flops"
-"""The operations of an update: forward and backward, without recomputed activations."""
 
 LossFunction = Callable[[Mapping[str, Tensor], DataProto], PolicyLoss]
 """Computes a loss per token from the module's outputs, padded to ``[samples, response]``, and the micro-batch."""
@@ -54,97 +39,14 @@ def minibatches(experience: DataProto, config: LearnerConfig) -> Iterator[DataPr
     The number of mini-batches does not depend on the number of rows, and some may be empty, because ranks with
     different numbers of rows take their optimiser steps together.
     """
-    rows, num_rows = torch.arange(len(experience)), len(experience)
-    if DISPATCH_KEY in experience.meta_info:
-        rows, num_rows = dispatched_rows(experience)
+    is_split = DISPATCH_KEY in experience.meta_info
+    rows, num_rows = dispatched_rows(experience) if is_split else (None, len(experience))
     for _ in range(config.num_epochs):
         for part in minibatch_rows(num_rows, config.num_minibatches):
-            yield experience[(rows >= part.start) & (rows < part.stop)]
-
-
-def mean_stats(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Means over the optimiser steps, each value over the steps that report it, and the number of steps.
-
-    Skipped steps mostly report NaN and are left out of the means, unless all steps were skipped.
-    """
-    taken = [step for step in steps if not step["skipped_steps"]] or steps
-    means = {}
-    for name in dict.fromkeys(name for step in taken for name in step):
-        values = [step[name] for step in taken if name in step]
-        means[name] = sum(values) / len(values)
-    skipped = sum(step["skipped_steps"] for step in steps)
-    flops = {FLOPS: sum(step.get(FLOPS, 0.0) for step in steps)} if FLOPS in means else {}
-    return {**means, **flops, "skipped_steps": skipped, "optimizer_steps": len(steps) - skipped}
-
-
-class StepSums:
-    """The statistics of one optimiser step, summed over its micro-batches on the device and finally over ranks."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._loss = torch.zeros((), dtype=torch.float64, device=device)
-        self._values: dict[str, Tensor] = {}
-        self._weights = self._loss.new_zeros(3)
-        self._ratios = self._loss.new_zeros(NUM_BINS)
-        self._gap = self._loss.new_zeros(NUM_GAP_SUMS)
-        self._largest_gap: Tensor | None = None
-        self._flops = 0.0
-
-    def add_loss(self, loss: Tensor) -> None:
-        self._loss += loss.detach()
-
-    def add(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
-        """Add per-token values, which are reported as means over the tokens of ``mask``."""
-        count = mask.sum().double()
-        for name, each in values.items():
-            added = torch.stack([masked_sum(each.detach().double(), mask), count])
-            self._values[name] = self._values[name] + added if name in self._values else added
-
-    def add_weights(self, weights: Tensor, mask: Tensor) -> None:
-        """Add importance weights of tokens, for the effective sample size."""
-        self._weights += weight_sums(weights, mask)
-
-    def add_ratios(self, log_ratio: Tensor, mask: Tensor) -> None:
-        """Add log ratios of tokens, for their percentiles."""
-        self._ratios += count_ratios(log_ratio, mask)
-
-    def add_gap(self, logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> None:
-        """Add log-probs of tokens beside those that the engine recorded, to compare the two."""
-        sums, largest = gap_sums(logprobs, rollout_logprobs, mask)
-        self._gap += sums
-        self._largest_gap = largest if self._largest_gap is None else torch.maximum(self._largest_gap, largest)
-
-    def add_flops(self, count: float) -> None:
-        self._flops += count
-
-    def statistics(self, ranks: Ranks, *, has_gap: bool = False) -> dict[str, float]:
-        """The loss, means per token, and statistics of weights and ratios, over all ranks."""
-        # A rank without rows in this step has no values, but takes part in the sum.
-        names = ranks.union(self._values)
-        nothing = self._loss.new_zeros(2)
-        scalars = torch.cat([self._loss[None], *(self._values.get(name, nothing) for name in names)])
-        flops = self._loss.new_full((1,), self._flops)
-        parts = [scalars, self._weights, self._ratios, self._gap, flops]
-        summed = ranks.sum(torch.cat(parts)).cpu()
-        scalars, weights, ratios, gap, flops = torch.split(summed, [len(each) for each in parts])
-        loss, *sums = scalars.tolist()
-        means = {
-            name: total / num_tokens if num_tokens else 0.0
-            for name, total, num_tokens in zip(names, sums[::2], sums[1::2], strict=True)
-        }
-        count, total, squares = weights.tolist()
-        weighed = {"effective_sample_size": effective_sample_size(count, total, squares)} if count else {}
-        compared = {}
-        if has_gap:
-            largest = self._gap.new_zeros(2) if self._largest_gap is None else self._largest_gap
-            compared = gap_metrics(gap, ranks.largest(largest).cpu())
-        return {
-            "loss": loss,
-            **means,
-            **weighed,
-            **percentiles_of(ratios),
-            **{f"{GAP}{name}": value for name, value in compared.items()},
-            **({FLOPS: float(flops)} if flops else {}),
-        }
+            if rows is not None:
+                yield experience[(rows >= part.start) & (rows < part.stop)]
+            else:  # a slice shares the memory of the batch; copying the columns would take longer than packing them
+                yield experience[part.start : part.stop]
 
 
 class ForwardEngine:
@@ -256,10 +158,17 @@ class ForwardEngine:
             num_packs = most
             if rows and len(packs) < num_packs:
                 packs = self._pack(rows, width, max_tokens, num_packs)
-        passes = [packs[number] if number < len(packs) else packs[0] if packs else idle for number in range(num_packs)]
-        for number, pack in enumerate(passes):
+
+        def made(number: int) -> Pack:
+            return packs[number] if number < len(packs) else packs[0] if packs else idle
+
+        following: Pack | None = None
+        for number in range(num_packs):
+            # Made one by one: the device computes a pack while the host makes the next one.
+            pack = made(number) if following is None else following
             if self._ahead is not None:
-                self._ahead.read(pack, passes[number + 1] if number + 1 < num_packs else None)
+                following = made(number + 1) if number + 1 < num_packs else None
+                self._ahead.read(pack, following)
             yield pack.to(self.device), number < len(packs)
 
     def _rows(self, batch: DataProto, max_tokens: int, key: str) -> list[PackRow]:
@@ -291,7 +200,7 @@ class ForwardEngine:
             raise problem or OtherRankFailed("another rank cannot compute its rows; see the error of that rank")
         return rows
 
-    def _pack(self, rows: Sequence[PackRow], width: int, max_tokens: int, min_packs: int) -> list[Pack]:
+    def _pack(self, rows: Sequence[PackRow], width: int, max_tokens: int, min_packs: int) -> Sequence[Pack]:
         return pack_rows(rows, width, max_tokens, min_packs=min_packs, share_prompts=self.config.share_prompts)
 
 
@@ -318,6 +227,7 @@ class TrainEngine(ForwardEngine):
         """``num_decay_steps`` is the number of optimiser steps of the run, which a decaying schedule needs."""
         super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks, device=device, weights=weights)
         self._compute_dtype = compute_dtype
+        module.kept_logits_bytes = int(config.kept_logits_gib * 2**30)
         # The optimisers of this engine and of its siblings, which are offloaded together.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)
@@ -384,12 +294,11 @@ class TrainEngine(ForwardEngine):
         try:
             width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.max_tokens_per_microbatch
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_microbatch")
-            # Moved once: selecting the rows of every micro-batch on the CPU would delay the device.
-            columns = _loss_columns(batch).to(self.device)
+            columns = LossColumns(batch, self.device)
             for pack, counts in self.packs(rows, width, max_tokens):
                 outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
                 if counts:
-                    micro = columns[pack.rows]
+                    micro = columns.of(pack)
                     self._backward(outputs, micro, loss_fn, aggregation, totals, sums)
                     sums.add_flops(self._num_passes * self._pass_flops(pack) + self._vision_flops(pack))
                     if compares_rollouts:
@@ -404,8 +313,10 @@ class TrainEngine(ForwardEngine):
             reshard(self.module)
             raise
         reshard(self.module)
-        statistics = sums.statistics(self.ranks, has_gap=compares_rollouts)
-        return {**statistics, **self._optimizer.step(statistics["loss"])}
+        # Queued before the statistics are read, so that both are read together: the host waits once per step.
+        norm = self._optimizer.clip()
+        statistics, (norm_value,) = sums.read(self.ranks, [norm], has_gap=compares_rollouts)
+        return {**statistics, **self._optimizer.step(statistics["loss"], norm_value)}
 
     def _backward(
         self,
@@ -469,8 +380,3 @@ class TrainEngine(ForwardEngine):
         super()._move(device)
         for optimizer in self._optimizers:
             optimizer.move(device)
-
-
-def _loss_columns(batch: DataProto) -> DataProto:
-    """The batch without the token columns, which its packs hold."""
-    return batch.select(sorted(set(batch.batch.keys()) - _TOKENS))

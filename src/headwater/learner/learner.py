@@ -26,7 +26,7 @@ from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.weights import Bucket
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
-from headwater.learner.engine import FLOPS, GAP, ForwardEngine, TrainEngine
+from headwater.learner.engine import ForwardEngine, TrainEngine
 from headwater.learner.export import (
     merged_weights,
     own_pieces,
@@ -43,6 +43,7 @@ from headwater.learner.packed_module import PackedModule
 from headwater.learner.profiler import Profiler
 from headwater.learner.rank_files import reporting, see_folder, wait_for_ranks
 from headwater.learner.reward_model import RewardModel
+from headwater.learner.step_sums import FLOPS, GAP
 from headwater.models.checksum import checksum
 from headwater.models.device import DTYPES
 from headwater.models.save import WeightsToSave, save_model

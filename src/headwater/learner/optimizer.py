@@ -101,16 +101,20 @@ class Optimizer:
             fused=parameters[0].device.type == "cuda" or None,
         )
 
-    def step(self, loss: float) -> dict[str, float]:
-        """Apply the gradients of ``loss`` and clear them.
+    def clip(self) -> Tensor:
+        """Clip the gradients, and return their norm from before, still on the device."""
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._parameters)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def step(self, loss: float, norm: float) -> dict[str, float]:
+        """Apply the gradients of ``loss``, which ``clip`` has clipped from ``norm``, and clear them.
 
         A step whose loss or gradient is not finite is skipped. Too many skipped steps in a row stop the run, except for
         those that a smaller loss scale can prevent.
         """
         scale = self.loss_scale
-        if scale is not None:
-            scale.unscale(self._parameters)
-        norm = _global_norm(nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
         stats = {"learning_rate": self.learning_rate, "skipped_steps": 0.0}
         if math.isfinite(norm) and math.isfinite(loss):
             self.residency.wait()
@@ -203,10 +207,6 @@ class Optimizer:
             self.residency.release(average for each in self.optimizers for average in averages_of(each))
         else:
             self.residency.restore()  # the next step waits for the copy
-
-
-def _global_norm(norm: Tensor) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 class Residency:

@@ -1,7 +1,7 @@
 """The modules that an engine runs: a transformers decoder on a pack, and outputs computed from its hidden states.
 
-Logits never exist for a whole batch: the output layer is applied to a chunk of tokens at a time, and applied again in
-the backward pass unless there was only one chunk.
+Logits never exist for a whole batch: the output layer is applied to a chunk of tokens at a time. In the backward pass
+it is applied again, unless the logits of the pass were few enough to be kept.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 """The number of logits in a chunk: 128 MiB of float32 on a CPU, 2 GiB on a GPU."""
+_LOGIT_BYTES = 4
+_KEPT_BYTES = 2 << 30
+"""By default, the largest logits of a pass that are kept for its backward pass (``learner.kept_logits_gib``)."""
 
 
 class TokenStatistics(NamedTuple):
@@ -49,6 +52,8 @@ class PackedModule(nn.Module):
     """The width of the output layer."""
     context: ContextGroup | None = None
     """The ranks that compute every pack together with this one, if there are any."""
+    kept_logits_bytes: int = _KEPT_BYTES
+    """The largest logits of a pass that are kept for its backward pass."""
     copies: WorkingCopies | None = None
     """The weights in the type of the passes, if one process converts all of them at once."""
 
@@ -161,7 +166,9 @@ class PolicyModule(PackedModule):
 
     def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
         head = self.model.get_output_embeddings()
-        return token_logprobs(hidden, head.weight, head.bias, pack.targets, self._temperature)._asdict()
+        return token_logprobs(
+            hidden, head.weight, head.bias, pack.targets, self._temperature, kept_bytes=self.kept_logits_bytes
+        )._asdict()
 
 
 class ValueModule(PackedModule):
@@ -181,48 +188,57 @@ class ValueModule(PackedModule):
 
 
 def token_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    *,
+    kept_bytes: int = _KEPT_BYTES,
 ) -> TokenStatistics:
     """Statistics of every target token and of the distribution over the vocabulary at its position.
 
-    ``hidden`` is ``[tokens, hidden size]``. ``weight`` and ``bias`` are those of the output layer.
+    ``hidden`` is ``[tokens, hidden size]``. ``weight`` and ``bias`` are those of the output layer. Logits of at most
+    ``kept_bytes`` are kept for the backward pass. Others are computed again there, with the same result.
     """
     if bias is None:
         bias = weight.new_zeros(())
-    return TokenStatistics(*_TokenLogprobs.apply(hidden, weight, bias, targets, temperature))  # type: ignore[no-untyped-call]
+    keeps = torch.is_grad_enabled() and len(targets) * weight.shape[0] * _LOGIT_BYTES <= kept_bytes
+    return TokenStatistics(*_TokenLogprobs.apply(hidden, weight, bias, targets, temperature, keeps))  # type: ignore[no-untyped-call]
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float, keeps: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         size = max(1, _CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
         statistics = _on(hidden.device, _statistics)
         results = []
-        logits = hidden.new_empty(0)
+        kept: list[Tensor] = []
         for part, target in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
             logits = _logits(part, weight, bias)
             results.append(statistics(logits, target, temperature))
+            if keeps:
+                kept.append(logits)
         logprobs, entropies, squares, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
-        kept = logits if len(results) == 1 and any(ctx.needs_input_grad) else hidden.new_empty(0)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalizers, kept)
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalizers, *kept)
         ctx.temperature, ctx.size = temperature, size
         ctx.mark_non_differentiable(squares)
         return logprobs, entropies, squares
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, entropies, normalizers, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, entropies, normalizers, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         logits_gradient = _on(hidden.device, _logits_gradient)
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         # Summed over chunks in float32, whatever type the passes compute in.
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
-        for start in range(0, len(hidden), ctx.size):
+        for number, start in enumerate(range(0, len(hidden), ctx.size)):
             chunk = slice(start, start + ctx.size)
-            logits = kept if len(kept) else _logits(hidden[chunk], weight, bias)
+            logits = kept[number] if kept else _logits(hidden[chunk], weight, bias)
             gradient = logits_gradient(
                 logits,
                 targets[chunk],
@@ -245,6 +261,7 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
+            None,
             None,
             None,
         )

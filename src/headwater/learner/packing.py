@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from headwater.core.errors import DataError
 from headwater.core.media import MEDIA_COLUMN, Media, MediaContent, identity_tokens, rotary_positions
 from headwater.learner.partition import pack_evenly
 from headwater.models.packed_attention import Segments
+from headwater.models.upload import upload
+
+_PACK_TENSORS = ("batch_rows", "input_ids", "position_ids", "predictors", "targets", "row", "column")
+"""What the device needs of a pack."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class Pack:
 
     rows: list[int]
     """Rows of the batch."""
+    batch_rows: Tensor
+    """The same, to select their columns on the device."""
     input_ids: Tensor
     position_ids: Tensor
     """``[tokens]``, or ``[3, tokens]`` if media of the pack have a grid."""
@@ -111,18 +118,14 @@ class Pack:
         return values.new_zeros(len(self.rows), self.width).index_put((self.row, self.column), values)
 
     def to(self, device: torch.device) -> Pack:
-        media = self.media
-        if media is not None:
-            places, sources = (each.to(device, non_blocking=True) for each in (media.places, media.sources))
-            media = replace(media, places=places, sources=sources)
-        return replace(
-            self,
-            media=media,
-            **{
-                name: getattr(self, name).to(device, non_blocking=True)
-                for name in ("input_ids", "position_ids", "predictors", "targets", "row", "column")
-            },
-        )
+        """The pack with its tensors on ``device``. The host does not wait for the copy."""
+        own = [getattr(self, name) for name in _PACK_TENSORS]
+        media = [] if self.media is None else [self.media.places, self.media.sources]
+        moved = upload([*own, *media], device)
+        changes: dict[str, Any] = dict(zip(_PACK_TENSORS, moved, strict=False))
+        if self.media is not None:
+            changes["media"] = replace(self.media, places=moved[-2], sources=moved[-1])
+        return replace(self, **changes)
 
 
 def token_column(batch: DataProto, name: str) -> Tensor:
@@ -181,14 +184,35 @@ def check_lengths(rows: Sequence[PackRow], max_tokens: int, key: str) -> None:
 
 def pack_rows(
     rows: Sequence[PackRow], width: int, max_tokens: int, *, min_packs: int = 1, share_prompts: bool = True
-) -> list[Pack]:
-    """Packs of at most ``max_tokens`` tokens, at least ``min_packs`` of them if there are that many bundles of rows."""
+) -> Sequence[Pack]:
+    """Packs of at most ``max_tokens`` tokens, at least ``min_packs`` of them if there are that many bundles of rows.
+
+    Every pack is made when it is accessed.
+    """
     bundles = list(_bundles(rows, max_tokens, share_prompts))
     if not bundles:
         return []
     sizes = [each.num_tokens for each in bundles]
     plan = pack_evenly(sizes, max_tokens, min_bins=min(min_packs, len(bundles)))
-    return [_pack([bundles[place] for place in part], width) for part in plan]
+    return _PlannedPacks([[bundles[place] for place in part] for part in plan], width)
+
+
+class _PlannedPacks(Sequence[Pack]):
+    def __init__(self, plan: list[list[_Bundle]], width: int) -> None:
+        self._plan = plan
+        self._width = width
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
+        if isinstance(index, slice):
+            return [_pack(part, self._width) for part in self._plan[index]]
+        return _pack(self._plan[index], self._width)
 
 
 def _bundles(rows: Sequence[PackRow], max_tokens: int, share_prompts: bool) -> Iterator[_Bundle]:
@@ -238,6 +262,7 @@ def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
             num_tokens += len(row.response)
     return Pack(
         rows=[row.index for row in rows],
+        batch_rows=torch.tensor([row.index for row in rows]),
         input_ids=torch.from_numpy(np.concatenate(tokens)),
         position_ids=torch.from_numpy(_joined(positions)),
         segments=Segments(*np.array(segments, np.int64).T),

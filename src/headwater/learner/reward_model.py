@@ -37,13 +37,18 @@ class RewardModel:
         limit = self.engine.config.forward_tokens
         rows = self.engine.agreed(lambda: self._rows(conversations, limit))
         scores = torch.zeros(len(rows))
+        computed: list[Tensor] = []
+        places: list[int] = []
         try:
             for pack, counts in self.engine.packs(rows, 1, limit):
                 values = self.engine.module(pack)["values"]
                 if counts:
-                    scores[pack.rows] = pack.padded(values)[:, 0].cpu()
+                    computed.append(pack.padded(values)[:, 0])
+                    places += pack.rows
         finally:
             reshard(self.engine.module)
+        if computed:  # all at once: the device is waited for at the end only
+            scores[places] = torch.cat(computed).cpu()
         if not scores.isfinite().all():
             raise DataError("reward.model: returned a score that is not finite; check the model and its dtype")
         return scores

@@ -107,16 +107,25 @@ class ModelSize:
         return sum(rank * (into + out) for name, into, out in self.linear_shapes if not targets or name in targets)
 
     def activation_bytes(
-        self, num_tokens: int, itemsize: int, *, is_checkpointed: bool, trains_all: bool = True
+        self,
+        num_tokens: int,
+        itemsize: int,
+        *,
+        is_checkpointed: bool,
+        trains_all: bool = True,
+        kept_logits_gib: float = 0.0,
     ) -> int:
         """The peak of a forward and backward pass, without weights and gradients of the whole model.
 
         It is reached either in the output layer or in a layer, whichever needs more. If only adapters are trained
-        (``trains_all`` is false), the large weights have no gradients.
+        (``trains_all`` is false), the large weights have no gradients. ``kept_logits_gib`` is that of the config.
         """
         wide, narrow = (1, 0) if is_checkpointed else (_KEPT_WIDE, _KEPT_PER_TOKEN - _KEPT_WIDE)
         inputs = num_tokens * self.num_layers * self.hidden_size * (_WIDE_BYTES * wide + itemsize * narrow)
-        logits = 2 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
+        all_logits = num_tokens * self.vocab_size * _WIDE_BYTES
+        logits = 2 * min(_LOGITS_CHUNK_BYTES, all_logits)
+        if _LOGITS_CHUNK_BYTES < all_logits <= kept_logits_gib * 2**30:
+            logits = all_logits + _LOGITS_CHUNK_BYTES
         head = self.vocab_size * self.hidden_size
         gathered = self.num_root_parameters * itemsize
         at_head = logits + gathered + (head * (itemsize + GRADIENT_BYTES) if trains_all else 0)
@@ -209,7 +218,13 @@ class RunSizes:
         num_tokens, checkpointed = _tokens_of_step(config), learner.checkpoint_activations
         micro = min(learner.max_tokens_per_microbatch, num_tokens)
         activations = max(
-            each.activation_bytes(micro, item, is_checkpointed=checkpointed, trains_all=trains_all)
+            each.activation_bytes(
+                micro,
+                item,
+                is_checkpointed=checkpointed,
+                trains_all=trains_all,
+                kept_logits_gib=learner.kept_logits_gib,
+            )
             for each, trains_all in passes.items()
         )
         if trains_vision:

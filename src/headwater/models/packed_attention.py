@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from headwater.core.errors import ModelError
+from headwater.models.upload import upload
 
 NAME = "headwater_packed"
 
@@ -64,6 +65,72 @@ class Segments:
         places: NDArray[np.int64] = np.arange(lengths.sum()) + np.repeat(shifts, lengths)
         return places
 
+    def copies(self) -> Copies:
+        """Where the tokens of the pack are in ``all_key_places``."""
+        key_lengths = self.prefix_lengths + self.lengths
+        first = np.cumsum(key_lengths) - key_lengths
+        # Segments cover the pack in order, so that their own tokens, one after the other, are all tokens.
+        own = np.arange(self.lengths.sum()) + np.repeat(
+            first + self.prefix_lengths - (np.cumsum(self.lengths) - self.lengths), self.lengths
+        )
+        readers: dict[tuple[int, int], list[int]] = {}
+        for segment in np.flatnonzero(self.prefix_lengths).tolist():
+            prefix = (int(self.prefix_starts[segment]), int(self.prefix_lengths[segment]))
+            readers.setdefault(prefix, []).append(int(first[segment]))
+        most = max(len(each) for each in readers.values())
+        tokens, places, counts = [], [], []
+        for (start, length), starts in readers.items():
+            steps = np.arange(length)
+            # Rows with fewer readers repeat one, which is not counted.
+            repeated = np.array(starts + starts[:1] * (most - len(starts)))
+            tokens.append(start + steps)
+            places.append(np.concatenate([own[start : start + length, None], repeated + steps[:, None]], axis=1))
+            counts.append(np.broadcast_to(np.arange(most + 1) <= len(starts), (length, most + 1)))
+        shared = np.concatenate(tokens)
+        assert len(np.unique(shared)) == len(shared), "prefixes are prompts, which do not overlap"
+        return Copies(*map(torch.from_numpy, (own, shared, np.concatenate(places), np.concatenate(counts))))
+
+
+class Copies(NamedTuple):
+    """The places of tokens in a tensor that holds those of shared prefixes several times."""
+
+    own: Tensor
+    """``[tokens]``: of every token, its place in its segment."""
+    shared: Tensor
+    """The tokens of prefixes."""
+    places: Tensor
+    """``[shared tokens, places]``: of each of them, the own place and those in front of other segments."""
+    counts: Tensor
+    """Which of them are different places. Prefixes with fewer readers repeat one."""
+
+
+class _RepeatPrefixes(torch.autograd.Function):
+    """``tensor[key_places]``, whose gradient is a sum over the few copies of a token, in float32 and rounded once.
+
+    The gradient of indexing sorts all places in every layer to find those that are equal.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, key_places: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return tensor.index_select(0, key_places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        own, shared, places, counts = ctx.copies
+        result = gradient.index_select(0, own)
+        parts = gradient.index_select(0, places.flatten()).view(*places.shape, *gradient.shape[1:])
+        is_counted = counts.view(*counts.shape, *(1 for _ in gradient.shape[1:]))
+        kind = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
+        total = parts.masked_fill_(~is_counted, 0.0).sum(dim=1, dtype=kind)
+        return result.index_copy_(0, shared, total.to(gradient.dtype)), None, None
+
+
+def repeat_prefixes(tensor: Tensor, key_places: Tensor, copies: Copies) -> Tensor:
+    """The keys or values that all segments attend to, one segment after the other."""
+    repeated: Tensor = _RepeatPrefixes.apply(tensor, key_places, copies)  # type: ignore[no-untyped-call]
+    return repeated
+
 
 def gather_rows(tensor: Tensor, places: Tensor) -> Tensor:
     """``tensor[places]``, with a backward pass that always sums repeated rows in the same order."""
@@ -91,16 +158,17 @@ class VarlenAttention:
 
     def __init__(self, segments: Segments, device: torch.device) -> None:
         key_lengths = segments.lengths + segments.prefix_lengths
-        self._query_starts = _cumulative(segments.lengths).to(device)
-        self._key_starts = _cumulative(key_lengths).to(device)
         self._longest_query, self._longest_key = int(segments.lengths.max()), int(key_lengths.max())
-        self._key_places: Tensor | None = None
+        tensors = [_cumulative(segments.lengths), _cumulative(key_lengths)]
         if segments.prefix_lengths.any():
-            self._key_places = torch.from_numpy(segments.all_key_places()).to(device)
+            tensors += [torch.from_numpy(segments.all_key_places()), *segments.copies()]
+        self._query_starts, self._key_starts, *places = upload(tensors, device)
+        self._key_places = places[0] if places else None
+        self._copies = Copies(*places[1:]) if places else None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
-        if self._key_places is not None:
-            key, value = gather_rows(key, self._key_places), gather_rows(value, self._key_places)
+        if self._key_places is not None and self._copies is not None:
+            key, value = (repeat_prefixes(each, self._key_places, self._copies) for each in (key, value))
         output = _varlen_attention()(
             query,
             key,
@@ -150,9 +218,8 @@ class BucketedAttention:
         for members in shapes.values():
             keys = np.stack([segments.key_places(each) for each in members])
             length = int(segments.lengths[members[0]])
-            self._buckets.append(
-                _Bucket(torch.from_numpy(keys[:, -length:]).to(device), torch.from_numpy(keys).to(device))
-            )
+            queries, uploaded = upload([torch.from_numpy(keys[:, -length:]), torch.from_numpy(keys)], device)
+            self._buckets.append(_Bucket(queries, uploaded))
         written = torch.cat([bucket.queries.flatten() for bucket in self._buckets])
         self._place_of_token = torch.empty_like(written)
         self._place_of_token[written] = torch.arange(len(written), device=device)

@@ -282,6 +282,11 @@ def _of_update(config: Config, num_weights: int, vocabulary: int, known: Known |
             "learner.checkpoint_activations=true: keeps the input of each layer instead of all its activations, often "
             f"a tenth of them, for a third more work{_about(known, config, other, lambda sizes: sizes.activations)}"
         )
+    if (kept := min(learner.kept_logits_gib * 2**30, tokens * vocabulary * _WEIGHT_BYTES)) >= 2**30:
+        yield (
+            f"learner.kept_logits_gib=0 (now {learner.kept_logits_gib:g}): computes logits again in the backward pass, "
+            f"which saves up to {show_bytes(int(kept))} and takes a few per cent longer"
+        )
     if learner.convert_at_once and config.lora.rank == 0 and _uses_gpu(config):
         yield (
             "learner.convert_at_once=false: with a single rank, converts one layer at a time instead of all weights, "

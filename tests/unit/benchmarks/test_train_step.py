@@ -19,7 +19,7 @@ def train_step(script):
 
 def test_a_shared_prompt_is_computed_once_and_the_output_layer_on_trained_tokens(train_step):
     model = train_step.build_model("tiny", torch.device("cpu"), torch.float32)
-    rows = [train_step.trajectory([11, 12, 13, 14], [20 + sample, 30, 40], sample) for sample in range(2)]
+    rows = [train_step.make_trajectory([11, 12, 13, 14], [20 + sample, 30, 40], sample) for sample in range(2)]
     data = pad_trajectories(rows, pad_token_id=0)
     work = train_step.Work.of(model, data)
     # Width 128, keys and values 64, between 384, four layers: q and o, k and v, gate and up and down.
@@ -40,7 +40,7 @@ def test_a_shared_prompt_is_computed_once_and_the_output_layer_on_trained_tokens
 @pytest.mark.parametrize("samples", [1, 8])
 def test_lengths_fit_however_many_samples_share_a_prompt(train_step, samples):
     options = Namespace(tokens=4096, mean=300, longest=1024, samples=samples)
-    data = train_step._experience(options, vocabulary=512)
+    data = train_step.experience_of(options, vocabulary=512)
     assert len(data) % samples == 0
     assert int(data.batch["attention_mask"].sum()) >= 4096
     assert int(data.batch["response_mask"].sum(dim=1).min()) >= 8

@@ -52,13 +52,13 @@ def weights(train_engine: TrainEngine) -> torch.Tensor:
 def gradient(data, max_tokens: int, **algorithm) -> torch.Tensor:
     """The gradient of one step, read off a plain SGD-like probe: loss scaled by the global token count."""
     train_engine = engine(max_tokens_per_microbatch=max_tokens)
-    taken = {}
+    taken, clip = {}, train_engine.optimizer.clip
 
-    def keep(loss: float) -> dict[str, float]:
+    def keep() -> torch.Tensor:
         taken["gradient"] = torch.cat([parameter.grad.flatten() for parameter in train_engine.module.parameters()])
-        return {"skipped_steps": 0.0}
+        return clip()
 
-    train_engine._optimizer.step = keep
+    train_engine._optimizer.clip = keep
     actor(train_engine, **algorithm).update(data)
     return taken["gradient"]
 

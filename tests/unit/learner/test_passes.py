@@ -7,7 +7,7 @@ import math
 import pytest
 from learner.test_engine import actor, engine, experience
 
-from headwater.learner.engine import mean_stats
+from headwater.learner.step_sums import mean_stats
 
 
 def test_a_skipped_step_does_not_hide_those_that_were_taken():

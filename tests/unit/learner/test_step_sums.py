@@ -14,9 +14,10 @@ from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner.actor import Actor
-from headwater.learner.engine import StepSums, TrainEngine
+from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.ranks import Ranks
+from headwater.learner.step_sums import StepSums
 from headwater.rollout.group import pad_trajectories
 
 RATIOS = ["ratio_p01", "ratio_p10", "ratio_p50", "ratio_p90", "ratio_p99"]

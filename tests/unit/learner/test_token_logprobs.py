@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -38,6 +40,45 @@ def test_values_and_gradients(monkeypatch, chunk_elements, with_bias, temperatur
         results.append([*outputs, hidden.grad, weight.grad] + ([bias.grad] if with_bias else []))
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_save_a_product_per_chunk_and_change_no_bit(monkeypatch, dtype):
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 50 * 7)  # three chunks of 7, 7 and 6 tokens
+    products, logits = [], module._logits
+    monkeypatch.setattr(module, "_logits", lambda *inputs: products.append(len(inputs[0])) or logits(*inputs))
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(*shape, generator=generator).to(dtype) for shape in ((20, 8), (50, 8), (50,))]
+    targets = torch.randint(0, 50, (20,), generator=generator)
+    upstream = torch.randn(2, 20, generator=generator)
+    results = {}
+    num_bytes = 20 * 50 * 4
+    for kept_bytes in (num_bytes, num_bytes - 1):
+        inputs = [each.clone().requires_grad_() for each in leaves]
+        outputs = token_logprobs(*inputs, targets, 0.6, kept_bytes=kept_bytes)
+        sum((out * up).sum() for out, up in zip(outputs[:2], upstream, strict=True)).backward()
+        results[kept_bytes] = [*outputs, *(each.grad for each in inputs)]
+        assert products == ([7, 7, 6] if kept_bytes == num_bytes else [7, 7, 6] * 2)
+        products.clear()
+    assert all(torch.equal(*pair) for pair in zip(*results.values(), strict=True))
+
+
+def test_a_pass_without_gradients_keeps_no_logits(monkeypatch):
+    """At most one chunk is still there when another is computed."""
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 50 * 10)
+    alive, logits = [], module._logits
+
+    def watched(*inputs):
+        assert sum(each() is not None for each in alive) <= 1
+        made = logits(*inputs)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(module, "_logits", watched)
+    hidden, weight = torch.randn(30, 8), torch.randn(50, 8, requires_grad=True)
+    with torch.no_grad():
+        token_logprobs(hidden, weight, None, torch.zeros(30, dtype=torch.int64), 1.0)
+    assert len(alive) == 3
 
 
 def test_a_frozen_head_gets_no_gradient():

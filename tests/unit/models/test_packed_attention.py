@@ -28,7 +28,7 @@ from headwater.core.errors import ModelError
 from headwater.learner.engine import ForwardEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.models import packed_attention
-from headwater.models.packed_attention import Segments, use_packed_attention
+from headwater.models.packed_attention import Segments, VarlenAttention, repeat_prefixes, use_packed_attention
 from headwater.rollout.group import pad_trajectories
 
 SHAPE: dict[str, Any] = {
@@ -108,3 +108,46 @@ def test_what_only_a_pass_can_show_is_refused_by_name_at_the_first(config: Any, 
     engine = ForwardEngine(PolicyModule(AutoModelForCausalLM.from_config(config), 1.0), LearnerConfig())
     with pytest.raises(ModelError, match=f"^{message}.*; use a Llama"):
         engine.compute(pad_trajectories([tiny.trajectory(1)], pad_token_id=0))
+
+
+def shared_prompts(samples: list[list[int]]) -> Segments:
+    """One prompt per list, of 3 tokens more than the one before, and responses of the given lengths."""
+    segments: list[tuple[int, int, int, int]] = []
+    end = 0
+    for number, lengths in enumerate(samples):
+        prompt, prompt_length = end, 2 + 3 * number
+        if len(lengths) == 1:  # a prompt that nobody shares belongs to its response
+            segments.append((prompt, prompt_length + lengths[0], prompt, 0))
+            end += prompt_length + lengths[0]
+            continue
+        segments.append((prompt, prompt_length, prompt, 0))
+        end += prompt_length
+        for length in lengths:
+            segments.append((end, length, prompt, prompt_length))
+            end += length
+    return Segments(*np.array(segments, np.int64).T)
+
+
+@pytest.mark.parametrize("samples", [[[4, 1, 3]], [[2, 2], [5], [1, 3, 2, 4]], [[3], [2, 6]]])
+def test_the_gradient_of_repeated_prefixes_is_that_of_indexing(samples: list[list[int]]) -> None:
+    segments = shared_prompts(samples)
+    num_tokens, key_places = int(segments.lengths.sum()), torch.from_numpy(segments.all_key_places())
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(num_tokens, 2, 3, generator=generator, dtype=torch.float64)
+    upstream = torch.randn(len(key_places), 2, 3, generator=generator, dtype=torch.float64)
+    ours, plain = tensor.clone().requires_grad_(), tensor.clone().requires_grad_()
+    repeated = repeat_prefixes(ours, key_places, segments.copies())
+    assert torch.equal(repeated, plain[key_places])
+    repeated.backward(upstream)
+    plain[key_places].backward(upstream)
+    torch.testing.assert_close(ours.grad, plain.grad)
+    # In a narrow type, the sum of all copies is rounded once.
+    narrow = tensor.bfloat16().requires_grad_()
+    repeat_prefixes(narrow, key_places, segments.copies()).backward(upstream.bfloat16())
+    exact = torch.zeros_like(tensor).index_add_(0, key_places, upstream.bfloat16().double())
+    assert torch.equal(narrow.grad, exact.float().bfloat16())
+
+
+def test_a_pack_without_shared_prompts_repeats_nothing() -> None:
+    assert VarlenAttention(shared_prompts([[3], [4]]), torch.device("cpu"))._key_places is None
+    assert VarlenAttention(shared_prompts([[3], [4, 1]]), torch.device("cpu"))._key_places is not None

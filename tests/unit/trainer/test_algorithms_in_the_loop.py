@@ -12,8 +12,9 @@ from algorithms.doc_sections import ALGORITHMS, metrics, turn_on
 from torch.testing import assert_close
 from trainer.experience_parts import batch, policy_logprobs, training, trajectory, with_logprobs
 
-from headwater.learner.engine import GAP, TrainEngine
+from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights
+from headwater.learner.step_sums import GAP
 from headwater.rollout.group import Group, RolloutBatch
 
 OF_EVERY_UPDATE = {
