@@ -35,7 +35,7 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.backends.native import server
+from headwater.backends.native import places
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.schema import EngineConfig
@@ -129,7 +129,7 @@ def _measure(num_rows: int, num_rounds: int) -> dict[str, Any]:
         clock_file = Path(folder) / "clock"
         clock_file.write_bytes(bytes(16))
         os.environ[CLOCK_FILE], os.environ[ROWS] = str(clock_file), str(num_rows)
-        server.SERVE = (sys.executable, __file__, "serve")  # type: ignore[misc]
+        places.SERVE = (sys.executable, __file__, "serve")  # type: ignore[misc]
         clock = np.memmap(clock_file, np.float64, "r", shape=(2,))
         arguments = engine_arguments(config, shares_device=False)
         engine = NativeEngine(OwnServer(MODEL, arguments, dtype), transfer="shared_memory", spans=Spans())

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine must not fail a property test.
-settings.register_profile("headwater", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine must not fail a property test. The same examples are tried every time, so that a failure is one of the
+# change that is tested; `pytest --hypothesis-profile explore` looks for new ones.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("headwater", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("headwater")
 
 # Test helpers are importable by their path below tests/unit, for example ``algorithms.oracle``.
