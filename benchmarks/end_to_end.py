@@ -279,7 +279,7 @@ def _peak_of(device: torch.device) -> Iterator[list[float]]:
     def look() -> None:
         while not ended.wait(0.02):
             free, _ = torch.cuda.mem_get_info()
-            seen[:] = [max((before - free) / _GIB, *seen)]
+            seen[:] = [max([(before - free) / _GIB, *seen])]
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

@@ -228,14 +228,14 @@ def _fit(
         # Everything that bad input can break is built first, so that only a run that can start gets a directory.
         plan = plan_run(config, model_path, num_launched())
         built = planned(config, plan)
-        with advised("load_engine", config, plan):
+        with advised("load_engine", config, plan, is_resumed=resuming):
             rollout = stack.enter_context(closing(build_rollout(built, model_path, remote=site.remote())))
         if releases_cache(config, plan):
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         # Without a checkpoint, a warm start is repeated and makes the reference again.
         reference_path = str(run.reference) if run and checkpoint and run.reference.exists() else config.model.path
         spec = LearnerSpec(built, model_path, reference_path)
-        with advised("load_learner", config, plan):
+        with advised("load_learner", config, plan, is_resumed=resuming):
             training = build_training(
                 spec,
                 rollout.tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,3 +37,8 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.tokens:
             raise ValueError(f"prompt {self.uid!r} has no tokens")
+        try:
+            # Integers of numpy become plain ones. Nothing after this looks at the types again.
+            object.__setattr__(self, "tokens", tuple(map(operator.index, self.tokens)))
+        except TypeError:
+            raise ValueError(f"prompt {self.uid!r}: its tokens must be whole numbers") from None

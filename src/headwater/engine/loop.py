@@ -412,9 +412,11 @@ class EngineLoop:
             assert sequence is not None
             rows.append(scheduler.end(lane, may_go_on=False))
             refused.append(sequence)
-        self.runner.rows.kill(rows)
-        for sequence in refused:  # last: a caller that hears of its end finds its row free
-            self._end_with(sequence, error)
+        try:
+            self.runner.rows.kill(rows)
+        finally:
+            for sequence in refused:  # last: a caller that hears of its end finds its row free
+                self._end_with(sequence, error)
 
     def _refuse_media(self, failed: MediaFailed) -> None:
         """Fail the requests whose media cannot be computed. All others begin again, because their batch is lost."""

@@ -25,7 +25,7 @@ TRAINED_BYTES, GRADIENT_BYTES, AVERAGES_BYTES = 4, 4, 8
 """Of one trained weight: itself and its gradient in float32, and AdamW's two averages."""
 _WIDE_BYTES = 4
 """Of a value of the residual stream and of a logit, which are float32 in any case."""
-_LOGITS_CHUNK_BYTES = (1 << 29) * _WIDE_BYTES
+LOGITS_CHUNK_BYTES = (1 << 29) * _WIDE_BYTES
 """The learner computes logits in chunks of this size (``learner/packed_module.py``)."""
 _KEPT_PER_TOKEN, _KEPT_WIDE = 25, 2
 """Values that a layer keeps for its backward pass, per token and hidden unit, if nothing is recomputed; and how many of
@@ -58,6 +58,13 @@ class ModelSize:
     """Of a vision tower and its projector. They are root parameters as well."""
     vision_values: int = 0
     """Inputs of the tower's blocks, per token of the decoder that stands for a part of a picture."""
+    num_head_parameters: int = 0
+    """Of an output layer that is not the same tensor as the embedding."""
+
+    @property
+    def num_scoring_parameters(self) -> int:
+        """Of the same model as a critic or a reward model, which has one output instead of the output layer."""
+        return self.num_parameters - self.num_head_parameters
 
     @classmethod
     def read(cls, path: str, key: str = "model.path") -> ModelSize:
@@ -100,6 +107,7 @@ class ModelSize:
             ),
             num_vision_parameters=sum(each.numel() for name, each in model.named_parameters() if name in of_vision),
             vision_values=_vision_values(model.config) if of_vision else 0,
+            num_head_parameters=0 if head.weight is model.get_input_embeddings().weight else head.weight.numel(),
         )
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:
@@ -123,9 +131,9 @@ class ModelSize:
         wide, narrow = (1, 0) if is_checkpointed else (_KEPT_WIDE, _KEPT_PER_TOKEN - _KEPT_WIDE)
         inputs = num_tokens * self.num_layers * self.hidden_size * (_WIDE_BYTES * wide + itemsize * narrow)
         all_logits = num_tokens * self.vocab_size * _WIDE_BYTES
-        logits = 2 * min(_LOGITS_CHUNK_BYTES, all_logits)
-        if _LOGITS_CHUNK_BYTES < all_logits <= kept_logits_gib * 2**30:
-            logits = all_logits + _LOGITS_CHUNK_BYTES
+        # A pass decides by its own trained tokens whether its logits are kept, so the most that are kept count.
+        kept = min(int(kept_logits_gib * 2**30), all_logits)
+        logits = min(LOGITS_CHUNK_BYTES, all_logits) + max(kept, min(LOGITS_CHUNK_BYTES, all_logits))
         head = self.vocab_size * self.hidden_size
         gathered = self.num_root_parameters * itemsize
         at_head = logits + gathered + (head * (itemsize + GRADIENT_BYTES) if trains_all else 0)
@@ -141,7 +149,7 @@ class ModelSize:
 
     def forward_bytes(self, num_tokens: int, itemsize: int) -> int:
         """The peak of a pass without gradients."""
-        logits = 3 * min(_LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
+        logits = 3 * min(LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
         return num_tokens * self._pass_bytes(itemsize) + logits + self.num_root_parameters * itemsize
 
     def prefill_bytes(self, num_tokens: int, num_rows: int, itemsize: int) -> int:
@@ -205,13 +213,18 @@ class RunSizes:
         if lora.rank:
             parameters = policy.num_parameters * item + trained * TRAINED_BYTES
         largest = policy.largest_parameter if not lora.rank else 0
+        trained_together = trained  # the critic is trained before the policy, and its gradients are gone by then
         if "critic" in others:
-            trained += others["critic"].num_parameters
-            parameters += others["critic"].num_parameters * TRAINED_BYTES
-            largest = max(largest, others["critic"].largest_parameter)
-        for name in ("reference", "reward"):
-            if name in others:
-                parameters += others[name].num_parameters * item
+            critic = others["critic"]
+            frozen = critic.num_vision_parameters if "vision" in learner.freeze else 0
+            trained_together = max(trained, critic.num_scoring_parameters - frozen)
+            trained += critic.num_scoring_parameters - frozen
+            parameters += critic.num_scoring_parameters * TRAINED_BYTES
+            largest = max(largest, critic.largest_parameter)
+        if "reference" in others:
+            parameters += others["reference"].num_parameters * item
+        if "reward" in others:
+            parameters += others["reward"].num_scoring_parameters * item
         passes = {policy: not lora.rank}
         if "critic" in others:
             passes[others["critic"]] = True
@@ -230,7 +243,7 @@ class RunSizes:
         if trains_vision:
             pictures = min(micro, _prompt_tokens_of_step(config))
             activations += policy.vision_bytes(pictures, item, is_checkpointed=checkpointed)
-        gradients = trained * GRADIENT_BYTES
+        gradients = trained_together * GRADIENT_BYTES
         if _makes_forward_passes(config, others):
             most = min(learner.forward_tokens, num_tokens)
             forward = max(each.forward_bytes(most, item) for each in (policy, *others.values()))
@@ -246,7 +259,7 @@ class RunSizes:
             prefill=policy.prefill_bytes(prefill, num_rows, item),
             graphs=policy.decode_bytes(num_rows),
             kv_token=policy.kv_values_per_token * item,
-            copies=trained * item if learner.convert_at_once and item != TRAINED_BYTES else 0,
+            copies=trained_together * item if learner.convert_at_once and item != TRAINED_BYTES else 0,
         )
 
 

@@ -22,7 +22,7 @@ from headwater.core.memory_plan import GIB, KV_CACHE, RELEASED, RESIDENT, Memory
 from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
 from headwater.models.device import resolve_device, resolve_dtype
-from headwater.models.memory_sizes import RunSizes
+from headwater.models.memory_sizes import LOGITS_CHUNK_BYTES, RunSizes
 from headwater.trainer.memory_setup import Models, holders_of, planned
 from headwater.trainer.memory_turns import releases_cache
 
@@ -47,8 +47,8 @@ _WORK = {
 """What the stages of a step do, and those before the first step, for the message."""
 _GENERATING = ("wait", "evaluate", "load_engine")
 _TRAINING = ("train", "warm_start", "load_learner", "resume")
-_FROM_START = ("load_engine", "load_learner", "resume")
-"""Stages in which a run has done nothing yet that could be resumed."""
+_FROM_START = ("load_engine", "load_learner")
+"""Stages in which a new run has done nothing yet that could be resumed."""
 _NOT_HELD = {
     "load_engine": ("parameters", "gradients", "optimizer"),
     "load_learner": ("gradients", "optimizer", "activations"),
@@ -130,7 +130,7 @@ class Known:
 
 
 @contextmanager
-def advised(stage: str, config: Config, plan: MemoryPlan | None = None) -> Iterator[None]:
+def advised(stage: str, config: Config, plan: MemoryPlan | None = None, *, is_resumed: bool = False) -> Iterator[None]:
     """A part of a run before its first step. If the device runs out of memory in it, the error names settings that need
     less."""
     try:
@@ -138,7 +138,7 @@ def advised(stage: str, config: Config, plan: MemoryPlan | None = None) -> Itera
     except Exception as error:
         if not is_out_of_memory(error) or isinstance(error, DeviceMemoryFull):
             raise
-        raise memory_full(error, stage, config, {}, plan, Known.of(config)) from error
+        raise memory_full(error, stage, config, {}, plan, Known.of(config), is_resumed=is_resumed) from error
 
 
 def memory_full(
@@ -148,6 +148,8 @@ def memory_full(
     shapes: Mapping[str, tuple[int, ...]],
     plan: MemoryPlan | None = None,
     known: Known | None = None,
+    *,
+    is_resumed: bool = False,
 ) -> DeviceMemoryFull:
     """``shapes`` are those of the policy's weights. The ``plan`` of the run names the largest holders of memory, or
     what is ``known`` about its sizes."""
@@ -159,7 +161,8 @@ def memory_full(
         num_weights, vocabulary = known.models.policy.num_parameters, known.models.policy.vocab_size
     cause = str(error).partition("\n")[0][:300]
     lines = "\n".join(f"  - {line}" for line in remedies(stage, config, num_weights, vocabulary, known))
-    then = "start again" if stage in _FROM_START else "resume (not those for a new run)"
+    starts = stage in _FROM_START and not is_resumed
+    then = "start again" if starts else "resume (not those for a new run)"
     return DeviceMemoryFull(
         f"out of memory while {_WORK.get(stage, stage)} ({cause}). The policy has {num_weights / 1e6:.0f} million "
         f"weights. {_largest(stage, ways, plan, known)}These settings need less; change one, then {then}:\n{lines}"
@@ -282,10 +285,12 @@ def _of_update(config: Config, num_weights: int, vocabulary: int, known: Known |
             "learner.checkpoint_activations=true: keeps the input of each layer instead of all its activations, often "
             f"a tenth of them, for a third more work{_about(known, config, other, lambda sizes: sizes.activations)}"
         )
-    if (kept := min(learner.kept_logits_gib * 2**30, tokens * vocabulary * _WEIGHT_BYTES)) >= 2**30:
+    kept = min(learner.kept_logits_gib * 2**30, tokens * vocabulary * _WEIGHT_BYTES)
+    # One chunk of logits exists in any case.
+    if (saved := int(kept) - (LOGITS_CHUNK_BYTES if _uses_gpu(config) else 0)) >= 2**30:
         yield (
             f"learner.kept_logits_gib=0 (now {learner.kept_logits_gib:g}): computes logits again in the backward pass, "
-            f"which saves up to {show_bytes(int(kept))} and takes a few per cent longer"
+            f"which saves up to {show_bytes(saved)} and takes a few per cent longer"
         )
     if learner.convert_at_once and config.lora.rank == 0 and _uses_gpu(config):
         yield (

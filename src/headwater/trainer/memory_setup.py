@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+
+import torch
 
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
@@ -80,7 +83,7 @@ def shares_gpu(config: Config, num_ranks: int = 1) -> bool:
 
 def is_planned(config: Config, num_ranks: int = 1) -> bool:
     """Whether ``learner.residency`` asks for a plan, and there is something to plan."""
-    return config.learner.residency != (RESIDENT,) and shares_gpu(config, num_ranks)
+    return shares_gpu(config, num_ranks) and config.learner.residency != (RESIDENT,)
 
 
 def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan | None:
@@ -110,8 +113,18 @@ def _check_unplanned(config: Config, model_path: str) -> None:
         models = Models.read(config, model_path)
     except Exception:  # noqa: BLE001  a model that cannot be read is refused where it is loaded
         return
-    budget = budget_of(config, free_bytes(device), available_ram())
-    check_fits(config, models, budget, can_discard=is_supported(device))
+
+    def check() -> None:
+        budget = budget_of(config, free_bytes(device), available_ram())
+        check_fits(config, models, budget, can_discard=is_supported(device))
+
+    try:
+        check()
+    except ConfigError:
+        # What an earlier run in this process has left must not count.
+        gc.collect()
+        torch.cuda.empty_cache()
+        check()
 
 
 def check_fits(config: Config, models: Models, budget: Budget, *, can_discard: bool) -> None:
@@ -135,28 +148,30 @@ def check_fits(config: Config, models: Models, budget: Budget, *, can_discard: b
 def _least_unplanned(config: Config, models: Models, sizes: RunSizes, budget: Budget) -> int:
     """Bytes that the KV cache has at the least if there is no plan (``engine/kv_cache.py`` chooses)."""
     engine, policy = config.engine, models.policy
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if engine.kv_cache_gib:
-        return int(engine.kv_cache_gib * GIB)
+        rows = engine.max_sequences or GPU_SEQUENCES
+        return min(int(engine.kv_cache_gib * GIB), rows * longest * sizes.kv_token)
     if policy.num_vision_parameters:
         return 0  # how much the engine keeps for pictures is not known here
     rows, prefill = engine.max_sequences or GPU_SEQUENCES, engine.max_prefill_tokens or GPU_PREFILL_TOKENS
     item = sizes.weights // policy.num_parameters
     left = budget.device - sizes.weights - policy.prefill_bytes(prefill, rows, item) - GIB
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     share = (engine.memory_fraction or SHARED_FRACTION) * max(0, left)
     return min(int(share), rows * longest * sizes.kv_token)
 
 
 def _advised_plan(config: Config, models: Models, budget: Budget, *, can_discard: bool) -> str:
-    """A line about the plan that ``learner.residency=[auto]`` would make, if there is one."""
+    """A line about the plan that ``learner.residency=[auto]`` would make, if one fits."""
     config = replace(config, learner=replace(config.learner, residency=("auto",)))
     try:
         plan = plan_memory(config, models, budget, can_discard=can_discard)
     except ConfigError:
         return ""
+    if not plan.fits:
+        return ""
     moved = f"{show_bytes(plan.moved)} move in every step" if plan.moved else "nothing is copied"
-    fits = "" if plan.fits else ", which may be too much"
-    return f"learner.residency=[auto] (releases what is not needed; {moved}): needs {show_bytes(plan.peak)}{fits}"
+    return f"learner.residency=[auto] (releases what is not needed; {moved}): needs {show_bytes(plan.peak)}"
 
 
 def budget_of(config: Config, device_bytes: int, host_bytes: int) -> Budget:

@@ -15,6 +15,7 @@ from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
+from headwater.models.scored import load_critic
 from headwater.trainer import memory_advice, memory_setup
 from headwater.trainer.memory_advice import Known, advised, memory_full
 from headwater.trainer.memory_setup import (
@@ -148,6 +149,24 @@ def test_a_run_without_a_plan_is_refused_if_it_cannot_fit_as_it_is(seven):
     check("learner.offload_optimizer=true", "learner.offload_during_rollout=true", gpu=85)
     with pytest.raises(ConfigError, match="50 GiB are free"):
         check("learner.offload_optimizer=true", "learner.offload_during_rollout=true", gpu=50)
+
+
+def test_a_critic_counts_as_it_is_trained():
+    """After its update its gradients are gone, and it has no output layer."""
+    shape = Qwen2Config(
+        vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    own = ModelSize.of_config(shape)
+    config = load_config(None, [*SHAPE, "critic.enabled=true", "algorithm.advantage=gae"]).config
+    with_critic = Models(own, {"critic": own}).sizes(config)
+    scoring = own.num_parameters - 64 * 1000
+    assert with_critic.parameters == 4 * (own.num_parameters + scoring)
+    assert with_critic.optimizer == 8 * (own.num_parameters + scoring)
+    assert with_critic.gradients == 4 * own.num_parameters
+    critic = load_critic("tiny:qwen3", dtype="float32", device="cpu", seed=0)
+    tied = ModelSize.read("tiny:qwen3")
+    assert sum(each.numel() for each in critic.parameters()) == tied.num_scoring_parameters + tied.hidden_size
 
 
 def test_a_small_run_without_a_plan_is_never_refused():

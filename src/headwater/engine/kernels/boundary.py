@@ -5,7 +5,8 @@ values, so a CUDA graph can contain them:
 
 1. ``_open`` computes from the row's maximum and sum (``sampling``) how far below the maximum the boundary can be.
 2. ``_measure`` counts the tokens (top-k) or adds their probabilities (top-p) above some pivots, and ``_narrow`` finds
-   the two pivots that enclose the boundary. The second of two rounds has its pivots around an interpolated guess.
+   the two pivots that enclose the boundary. The later of three rounds have their pivots around an interpolated guess.
+   Two rounds would leave too many open tokens in a flat distribution.
 3. ``_collect`` adds up what is surely kept and copies the few open tokens, which are between the two pivots.
 
 ``truncation`` decides about the open tokens and draws.
@@ -46,6 +47,7 @@ _REACH = tl.constexpr(64.0)
 _FARTHER = tl.constexpr(16.0)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 TINY = tl.constexpr(1e-300)
+_NUM_ROUNDS = 3
 
 # Without fused multiply-adds, all kernels compute the same bits from a logit.
 FEW_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
@@ -296,7 +298,7 @@ def enclose(
     _open[(places,)](
         rows, temperature, *filters, *summary, kinds, limits, pivots, vocabulary, num_chunks, **tiles, **FEW_WARPS
     )
-    for _ in range(2):
+    for _ in range(_NUM_ROUNDS):
         _measure[(num_chunks, places)](
             logits, rows, temperature, summary[0], kinds, limits, pivots, measured, *shape,
             CHUNK=chunk, PIVOTS=num_pivots, **FEW_WARPS,
