@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from headwater.core.episode import EpisodeInput
-from headwater.core.randomness import derive_key
-from headwater.core.trajectory import Trajectory
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Trajectory
+from headwater.core.requests import derive_key
 from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.rlvr import rlvr
 

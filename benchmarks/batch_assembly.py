@@ -26,8 +26,7 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.core.prompt import Prompt
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
 from headwater.rollout.group import Group, add_to_scores, pad_trajectories
 from headwater.trainer.tables import write_rollouts
 

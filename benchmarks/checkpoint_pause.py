@@ -25,7 +25,7 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.learner import LocalLearner

@@ -30,9 +30,9 @@ from shapes import build_model, default_device, default_dtype, make_prompts, mak
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, EngineConfig, LearnerConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.request import ModelRequest
-from headwater.core.trajectory import Trajectory
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
+from headwater.core.records import Trajectory
+from headwater.core.requests import ModelRequest
 from headwater.engine import engine as engine_module
 from headwater.engine.engine import Engine
 from headwater.learner.actor import Actor

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import spawn
 
 from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.rollout.group import pad_trajectories

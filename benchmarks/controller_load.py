@@ -28,9 +28,8 @@ from scheduler_overhead import EVENTS_PER_EPISODE, EVENTS_PER_GROUP, HoldingEngi
 from simulated_server import SimulatedServer
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
-from headwater.core.engine import EpisodeEngine
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.protocols import EpisodeEngine
+from headwater.core.requests import ModelRequest, ModelResponse
 
 SAMPLES, MAX_STALENESS = 4, 1
 

@@ -20,7 +20,7 @@ from pyarrow.parquet import read_table
 import headwater
 from headwater.config.load import load_config
 from headwater.config.schema import Config
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec
 from headwater.observe.progress import Display, Reporter
 from headwater.observe.run_directory import RunDirectory

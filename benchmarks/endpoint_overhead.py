@@ -21,11 +21,9 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Prompt
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.load import load_tokenizer
 from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.agents.server import EndpointServer

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from headwater.config.load import load_config
 from headwater.config.schema import Config
-from headwater.core.threads import sharing_interpreter
+from headwater.core.interpreter import sharing_interpreter
 from headwater.data.load import load_dataset
 from headwater.engine.engine import Engine
 from headwater.rollout.executor import WorkflowExecutor

@@ -38,9 +38,8 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import ConfigError
 from headwater.core.memory_plan import MemoryPlan
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.engine.engine import Engine
 from headwater.engine.kv_cache import free_bytes
 from headwater.engine.virtual_memory import is_supported, mapped_bytes

@@ -30,9 +30,9 @@ from headwater.config.schema import AlgorithmConfig, LearnerConfig
 from headwater.core.data_proto import DataProto
 from headwater.learner import engine, packing, step_sums
 from headwater.learner.actor import Actor
-from headwater.learner.loss_columns import LossColumns
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PolicyModule
+from headwater.learner.packing import LossColumns
 from headwater.models.packed_attention import VarlenAttention
 from headwater.rollout.group import pad_trajectories
 

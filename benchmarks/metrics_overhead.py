@@ -22,8 +22,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.algorithms.diagnostics import gap_metrics, gap_sums, token_statistics
-from headwater.core.prompt import Prompt
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Prompt, Trajectory
 from headwater.observe.trackers import Trackers
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.ledger import LedgerCounts

@@ -45,11 +45,8 @@ from headwater.algorithms.diagnostics import gap_metrics, gap_sums, ratio_percen
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, EngineConfig, LearnerConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams, derive_key
 from headwater.engine.engine import Engine
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine

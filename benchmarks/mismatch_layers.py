@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.learner import packed_module
 from headwater.learner.engine import TrainEngine

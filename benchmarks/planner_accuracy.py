@@ -23,7 +23,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.config.load import load_config
-from headwater.core.episode import EpisodeInput
+from headwater.core.protocols import EpisodeInput
 from headwater.data.load import load_dataset
 from headwater.models.load import load_tokenizer
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts

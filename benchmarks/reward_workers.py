@@ -28,9 +28,8 @@ from record import write_record
 from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig, RewardConfig
-from headwater.core.garbage import settle_garbage
-from headwater.core.prompt import Prompt
-from headwater.core.score import Answer
+from headwater.core.interpreter import settle_garbage
+from headwater.core.records import Answer, Prompt
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.observe.spans import Spans

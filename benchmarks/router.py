@@ -29,10 +29,8 @@ from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.backends.native.places import OwnServer
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.config.schema import EngineConfig
-from headwater.core.engine import EpisodeEngine
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeEngine
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.observe.spans import Spans
 
 MODEL = "tiny:qwen3"

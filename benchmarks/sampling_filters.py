@@ -19,7 +19,7 @@ from options import parser_of
 from record import write_record
 from torch import Tensor
 
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import SamplingParams
 from headwater.engine.sampler import SamplingBatch, sample, sample_cut, sample_uncut
 
 FILTERS = {

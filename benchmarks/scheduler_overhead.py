@@ -30,18 +30,14 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.core.engine import EpisodeEngine
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.staleness import Admission
-from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.workflows import EngineWorkflow, EpisodeRunner, WorkflowContext
 
 NUM_PROMPT_TOKENS = 16

@@ -23,8 +23,7 @@ from options import add_work, parser_of
 from record import write_record
 
 from headwater.config.rollout_schema import RewardConfig
-from headwater.core.prompt import Prompt
-from headwater.core.score import Answer
+from headwater.core.records import Answer, Prompt
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 

@@ -39,8 +39,7 @@ from headwater.backends.native import places
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.schema import EngineConfig
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.engine.loop import EngineLoop
 from headwater.engine.runners.plain import Output

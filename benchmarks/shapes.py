@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
+from headwater.core.requests import ModelRequest, SamplingParams, derive_key
 from headwater.weights.memory import in_buckets
 
 SHAPES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "smollm2", "tiny")

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 
-from headwater.core.capabilities import ALL_TAGS, Capabilities
-from headwater.core.engine import EngineLimits
-from headwater.core.engine_status import EngineStatus
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.streaming import whole_response
-from headwater.core.weights import WeightUpdate
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus
+from headwater.core.protocols import EngineLimits, WeightUpdate, whole_response
+from headwater.core.requests import Delta, ModelRequest, ModelResponse
 
 
 class SimulatedServer:

@@ -16,8 +16,7 @@ import torch
 from options import parser_of
 from record import write_record
 
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.stops import StopTables, cut_at_stop

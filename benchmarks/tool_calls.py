@@ -24,7 +24,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt
 from headwater.core.tool_calls import ToolCall
 from headwater.models.load import load_tokenizer
 from headwater.tools import BaseTool

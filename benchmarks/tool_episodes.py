@@ -25,12 +25,8 @@ from record import write_record
 from headwater.chat.parsers import make_parser
 from headwater.chat.render import encode_rendered, render_chat
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.prompt import Prompt
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Score
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Prompt, Score, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.load import load_tokenizer
 from headwater.rollout.flight import Dispatch, Flight, WatchedEngine
 from headwater.rollout.group import Group, PromptDraw

@@ -28,7 +28,7 @@ from shapes import build_model, default_device, default_dtype
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
 from headwater.core.data_proto import DataProto
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.lora import add_adapters

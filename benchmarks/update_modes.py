@@ -28,8 +28,8 @@ from record import write_record
 from shapes import build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.request import ModelRequest
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import ModelRequest
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
 

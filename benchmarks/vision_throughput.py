@@ -33,9 +33,7 @@ from vllm_side import run_process
 
 from headwater.config.schema import EngineConfig
 from headwater.core.media import Media, MediaContent
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams, derive_key
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model, load_processor, load_tokenizer
 from headwater.models.vision import VisionProcessor, VisionTower

@@ -31,7 +31,7 @@ from headwater.config.schema import AlgorithmConfig, LearnerConfig
 from headwater.config.training_schema import LoraConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.media import Media
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.freeze import freeze_parts

@@ -22,7 +22,7 @@ from record import write_record
 from shapes import WeightsInMemory, build_model, default_device, default_dtype, make_prompts, make_requests
 
 from headwater.config.schema import EngineConfig, UpdateMode
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.weights.publish import publish

@@ -42,12 +42,10 @@ from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.backends.native.places import ForeignServer, OwnServer
 from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.config.schema import EngineConfig, WeightTransfer
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket, InferenceEngine
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.observe.spans import Spans

@@ -12,11 +12,9 @@ from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.backends.hf import HfEngine
 from headwater.cli.main import main
 from headwater.config.schema import LearnerConfig
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.records import NOT_SAMPLED, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.sampler import SamplingBatch, sample, uniforms
 from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights

@@ -13,9 +13,8 @@ from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer, engine_arguments
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.models.load import load_model
 from headwater.observe.spans import Spans
 from headwater.weights import shared_memory

@@ -30,8 +30,8 @@ from transformers import Gemma3TextConfig, GemmaConfig, LlamaConfig, MistralConf
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import LogitsBroken, ModelError
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import SamplingParams
 from headwater.engine.engine import Engine
 from headwater.engine.kernels.truncation import sample_truncated
 from headwater.engine.runners.fixed_rows import sample_in_blocks

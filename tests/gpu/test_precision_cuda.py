@@ -17,9 +17,8 @@ from headwater.algorithms.diagnostics import gap_metrics, gap_sums
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.cli.main import main
 from headwater.config.schema import LearnerConfig
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Trajectory
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.kernels.linear import invariant_linear, split_linear
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.learner.engine import TrainEngine

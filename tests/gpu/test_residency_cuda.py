@@ -13,7 +13,7 @@ from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig, LearnerConfig
 from headwater.core.errors import WeightsIncomplete
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.engine.virtual_memory import AddressRange, is_supported, mapped_bytes
 from headwater.learner import streamed_averages

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.models.checksum import checksum
 from headwater.models.load import load_model
 from headwater.weights import shared_memory

@@ -9,7 +9,7 @@ from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import WeightsIncomplete
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.models.load import load_model

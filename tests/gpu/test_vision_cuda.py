@@ -23,7 +23,7 @@ from engine.vision_parts import (
     weights,
 )
 
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.media import MediaEncoder
 from headwater.models.vision import vision_parameter_names
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # a run that a test starts does 
 
 from varied_reward import compute_score as varied
 
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 
 
 def has_ended(run: str, step: int) -> bool:

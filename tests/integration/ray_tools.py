@@ -83,7 +83,7 @@ def draw() -> Any:
 
 
 async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
-    from headwater.core.prompt import Prompt
+    from headwater.core.records import Prompt
     from headwater.core.tool_calls import ToolCall
     from headwater.data.media import MediaSettings
     from headwater.models.load import load_tokenizer

@@ -22,9 +22,7 @@ from headwater.backends.native import engine
 from headwater.backends.router.engine import RouterEngine
 from headwater.cli.route import connector
 from headwater.config.schema import EngineConfig
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer
 

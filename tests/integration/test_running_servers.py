@@ -26,12 +26,9 @@ from headwater.backends.router import updates
 from headwater.backends.router.engine import RouterEngine
 from headwater.backends.router.member import Member
 from headwater.config.load import load_config
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed, ServerLost
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import Bucket, WeightUpdate
+from headwater.core.protocols import Bucket, InferenceEngine, WeightUpdate
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory

@@ -30,8 +30,8 @@ from command import ROOT, headwater
 from safetensors.torch import load_file, save_file
 
 from headwater.config.schema import RewardConfig
-from headwater.core.score import Answer as Reply
-from headwater.core.score import Score
+from headwater.core.records import Answer as Reply
+from headwater.core.records import Score
 from headwater.models.load import load_model, load_tokenizer
 from headwater.models.save import save_model
 from headwater.observe.spans import Spans

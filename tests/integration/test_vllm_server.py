@@ -25,10 +25,8 @@ from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory

@@ -30,7 +30,7 @@ from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import HeadwaterError
 from headwater.core.learner import Learner, Role
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner

@@ -16,10 +16,8 @@ try:
     from headwater.chat.render import render_chat
     from headwater.config.load import load_config
     from headwater.core.media import MediaContent
-    from headwater.core.request import ModelRequest
-    from headwater.core.response import ModelResponse
-    from headwater.core.sampling import SamplingParams
-    from headwater.core.weights import WeightUpdate
+    from headwater.core.protocols import WeightUpdate
+    from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
     from headwater.models.device import with_dtype
     from headwater.models.load import load_model, load_processor, load_tokenizer
     from headwater.observe.spans import Spans

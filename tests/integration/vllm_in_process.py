@@ -12,10 +12,8 @@ try:
     from headwater.backends.vllm.engine import VllmEngine
     from headwater.config.load import load_config
     from headwater.core.errors import ServerLost
-    from headwater.core.request import ModelRequest
-    from headwater.core.response import Delta, ModelResponse
-    from headwater.core.sampling import SamplingParams
-    from headwater.core.weights import WeightUpdate
+    from headwater.core.protocols import WeightUpdate
+    from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
     from headwater.models.device import with_dtype
     from headwater.models.load import load_model, load_tokenizer
     from headwater.observe.spans import Spans

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from headwater.core.media import Media, MediaContent
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.models.load import load_model, load_processor
 from headwater.models.vision import VisionProcessor
 

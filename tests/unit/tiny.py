@@ -6,8 +6,7 @@ import random
 from functools import lru_cache
 from pathlib import Path
 
-from headwater.core.prompt import Prompt
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Prompt, Trajectory
 from headwater.models.load import load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

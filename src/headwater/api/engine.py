@@ -11,10 +11,7 @@ from typing import Any, Self, overload
 from headwater.config.load import load_config
 from headwater.core.errors import HeadwaterError, ModelError
 from headwater.core.media import Media
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse, StopReason
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams, StopReason, derive_key
 from headwater.core.waits import wait_for_future
 from headwater.models.source import check_model
 from headwater.observe.run_directory import RunDirectory
@@ -74,7 +71,7 @@ class Engine:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it would print warnings after a fork
         from headwater.backends import BACKENDS
         from headwater.models.load import load_processor, load_tokenizer
-        from headwater.rollout.task_runner import AsyncTaskRunner
+        from headwater.rollout.dispatcher import AsyncTaskRunner
 
         made = BACKENDS.resolve(backend)
         if not hasattr(made, "load"):
@@ -227,7 +224,7 @@ def _as_chat(messages: Any, images: Sequence[Any] | None) -> Any:
         return messages
     if not images:
         return [{"role": "user", "content": messages}]
-    from headwater.chat.messages import split_placeholders
+    from headwater.chat.render import split_placeholders
 
     text = messages if "<image>" in messages else "<image>" * len(images) + messages
     return split_placeholders([{"role": "user", "content": text}], ["image"])

@@ -24,10 +24,9 @@ import torch
 
 from headwater.config.schema import Config, Dtype, EngineConfig
 from headwater.core.capabilities import Capabilities
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import ConfigError, ModelError
+from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.core.registry import Registry
-from headwater.core.tokenizer import Tokenizer
 from headwater.models.device import resolve_device
 from headwater.models.load import vocabulary_size
 from headwater.observe.spans import Spans

@@ -10,8 +10,8 @@ from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsModels, engine_device
 from headwater.config.schema import Config
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import ConfigError
+from headwater.core.protocols import InferenceEngine
 
 Start = Callable[[], InferenceEngine]
 

@@ -18,16 +18,11 @@ from headwater.backends import BACKENDS, BackendContext, check_lengths
 from headwater.backends.hf_generator import HfGenerator
 from headwater.config.schema import EngineConfig
 from headwater.config.traits import BackendTraits
-from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
-from headwater.core.engine import EngineLimits
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError, WeightsIncomplete
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import SamplingParams, wrong_stop
-from headwater.core.streaming import whole_response
+from headwater.core.protocols import EngineLimits, WeightUpdate, whole_response
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import named_wait
-from headwater.core.weights import WeightUpdate
 from headwater.engine.delivery import in_thread
 from headwater.engine.media_reader import MediaReader, refuse_media
 from headwater.models.checksum import checksum, dtype_name

@@ -23,9 +23,7 @@ from transformers import (
 )
 
 from headwater.core.errors import RequestError
-from headwater.core.request import ModelRequest
-from headwater.core.response import Alternatives, ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import Alternatives, ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guidance, Guide, alternatives
 from headwater.engine.sampler import SamplingBatch, distribution, sample

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headwater.chat.render import REASONING, special_tokens
-from headwater.core.sampling import Grammar
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import Grammar
 
 _WHITESPACE = {"whitespace_pattern": "[ ]?"}
 """Between two parts of a JSON text: at most one space, as in the calls that chat templates write."""

@@ -28,7 +28,7 @@ from typing import Any
 from headwater.chat.render import ChatError, encode_rendered, is_model_turn, render_chat, special_tokens
 from headwater.core.errors import RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
 
 Message = Mapping[str, Any]
 _LAST = "[what-the-model-said-last]"

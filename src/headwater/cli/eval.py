@@ -13,8 +13,8 @@ from headwater.core.errors import HeadwaterError, RunError
 
 if TYPE_CHECKING:
     from headwater.config.schema import Config
-    from headwater.core.engine import InferenceEngine
-    from headwater.core.trajectory import Trajectory
+    from headwater.core.protocols import InferenceEngine
+    from headwater.core.records import Trajectory
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.evaluate import Evaluation, Rollouts
@@ -129,8 +129,8 @@ def _save(out: Path | None, step: int, number: int, rollouts: Rollouts) -> None:
 
 def _give_weights(engine: InferenceEngine, model_path: str, seed: int) -> None:
     """Servers that the command line names serve any weights until they get those of the model."""
+    from headwater.core.protocols import WeightUpdate
     from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
-    from headwater.core.weights import WeightUpdate
     from headwater.models.load import load_model
 
     model = load_model(model_path, dtype=engine.capabilities.dtype, device="cpu", seed=seed)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from headwater.core.interrupts import ImportGuard, is_importing
+from headwater.core.interpreter import ImportGuard, is_importing
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -17,8 +17,7 @@ from headwater.core.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from headwater.backends.router.engine import RoutedServer, RouterEngine
-    from headwater.core.engine import InferenceEngine
-    from headwater.core.tokenizer import Tokenizer
+    from headwater.core.protocols import InferenceEngine, Tokenizer
 
 HELP = (
     "Run a router: one address in front of several running servers, with OpenAI's, SGLang's and Headwater's calls. "

@@ -16,7 +16,7 @@ from headwater.core.dispatch import collect, dispatch
 from headwater.core.errors import RankFailed
 from headwater.core.learner import LearnerStatus, ProfileOrder, Role
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
 from headwater.learner.partition import balanced_parts, imbalance
 from headwater.learner.rank_files import clear_reports, wait_for_ranks
 

@@ -19,7 +19,7 @@ from headwater.config.schema import Config
 from headwater.config.traits import WorkflowTraits
 from headwater.config.tree import show
 from headwater.core.registry import is_path
-from headwater.core.sampling import wrong_stop
+from headwater.core.requests import wrong_stop
 
 
 def minibatches_divide_prompts(config: Config, layers: Layers) -> Iterator[Clash]:

@@ -1,13 +1,13 @@
-"""What an engine can do, and whether that is enough for a request."""
+"""What an engine can do, and how it is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from headwater.core.errors import RequestError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingFeature
+from headwater.core.requests import ModelRequest, SamplingFeature
 
 MemoryTag = Literal["kv_cache", "weights"]
 """What an engine can release from its device while it sleeps."""
@@ -76,3 +76,49 @@ def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
             f"request {request.request_id}: this engine does not support {', '.join(missing)}; "
             "use the backend embedded, or remove these settings"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One server behind an engine that uses several."""
+
+    name: str
+    """Unique within the engine."""
+    url: str = ""
+    """Empty for an engine in this process."""
+    version: int = 0
+    """The policy version that it serves."""
+    num_running: int = 0
+    num_waiting: int = 0
+    is_alive: bool = True
+    """False while it cannot be reached or has failed."""
+    num_restarts: int = 0
+    state: str = "serving"
+    """In words, for example ``serving``, ``draining`` or ``unreachable: connection refused``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The state of an engine at one moment."""
+
+    version: int
+    """The policy version of the current weights."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_restarts: int = 0
+    """How often the engine's process was replaced."""
+    needs_weights: bool = False
+    """The engine generates nothing until the current weights have been published to it again."""
+    is_paused: bool = False
+    is_asleep: bool = False
+    """Some of the engine's memory is released, so it generates nothing until ``wake``."""
+    is_alive: bool = True
+    """False after the engine has failed or was closed; every request then fails."""
+    is_reachable: bool = True
+    """False while the engine's process or server does not answer, for example because it restarts. Requests wait."""
+    servers: tuple[ServerStatus, ...] = ()
+    """The servers of an engine that uses several (``backends/router``)."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The engine's settings, with automatic values resolved."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further measurements; their names depend on the engine."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headwater.core.response import ModelResponse
+    from headwater.core.requests import ModelResponse
 
 
 class HeadwaterError(Exception):

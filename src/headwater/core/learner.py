@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
 
 if TYPE_CHECKING:
     import torch

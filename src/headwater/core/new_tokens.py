@@ -25,7 +25,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.response import Delta, StopReason
+from headwater.core.requests import Delta, StopReason
 
 TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
 """One token in memory and in a frame. Engines compute log-probs in 32 bits, so nothing is lost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwater.core.drops import DropKind
+from headwater.core.records import DropKind
 from headwater.dashboard.plain_values import finite
 from headwater.dashboard.runs import Run
 from headwater.observe.status_file import COUNTS

@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError, HeadwaterError
-from headwater.core.prompt import Prompt
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Prompt
 from headwater.core.registry import blaming, load_object
-from headwater.core.tokenizer import Tokenizer
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.data.sampler import DataPart

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from headwater.chat.messages import Message
+from headwater.chat.render import Message
 from headwater.config.schema import DataConfig
 from headwater.core.byte_cache import ByteCache
 from headwater.core.disk import cache_dir

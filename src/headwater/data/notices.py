@@ -10,7 +10,7 @@ from headwater.config.keys import settings, value_at
 from headwater.config.notices import Notice
 from headwater.config.schema import Config
 from headwater.config.tree import show
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt
 from headwater.core.registry import is_path
 from headwater.data.load import PromptDataset
 

@@ -6,20 +6,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.chat.messages import Message, read_messages, split_placeholders, without_nones
 from headwater.chat.render import (
     RESERVED_ARGUMENTS,
     ChatError,
+    Message,
     encode_plain,
     encode_rendered,
     has_template,
+    read_messages,
     render_chat,
+    split_placeholders,
+    without_nones,
 )
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, MediaProcessor
-from headwater.core.prompt import Prompt
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Prompt
 from headwater.data.media import (
     PROCESSOR_ERRORS,
     MediaCache,

@@ -21,8 +21,8 @@ from headwater.config.paths import is_file
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.media import MediaProcessor
-from headwater.core.prompt import Prompt
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Prompt
 from headwater.data.measure import choose_num_workers, measure_lengths
 from headwater.data.prompt_builder import PromptBuilder, ToolsOfRow
 from headwater.data.row_store import PlacedRow, RowStore, SupportsRows

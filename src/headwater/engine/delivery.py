@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headwater.core.errors import HeadwaterError, LogitsBroken, RequestError, RolloutFailed, WaitTimeout
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelResponse
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.engine.sequence import EngineSequence
 
@@ -209,3 +210,36 @@ def in_thread(action: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="headwater-weights", daemon=True).start()
     return done
+
+
+_WINDOW_S = 5.0
+_LEAST_SPAN_S = 1.0
+
+
+class Throughput:
+    """Counts tokens and computes the recent rate. The engine's thread counts; other threads read."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._born = time.monotonic()
+        self._lock = threading.Lock()
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def add(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        self.total += num_tokens
+        with self._lock:
+            self._marks.append((now, num_tokens))
+            self._forget_before(now - _WINDOW_S)
+
+    def per_second(self) -> float:
+        now = time.monotonic()
+        with self._lock:
+            self._forget_before(now - _WINDOW_S)
+            num_recent = sum(count for _, count in self._marks)
+        # Divide by the whole window, including idle time. Since the first mark, a single round would look enormous.
+        return num_recent / min(_WINDOW_S, max(_LEAST_SPAN_S, now - self._born))
+
+    def _forget_before(self, when: float) -> None:
+        while self._marks and self._marks[0][0] < when:
+            self._marks.popleft()

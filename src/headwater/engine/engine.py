@@ -19,16 +19,11 @@ from typing import Any
 import torch
 
 from headwater.config.schema import EngineConfig
-from headwater.core.capabilities import ALL_TAGS, ALL_UPDATE_MODES, Capabilities, MemoryTag, UpdateMode
-from headwater.core.engine import EngineLimits
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, ALL_UPDATE_MODES, Capabilities, EngineStatus, MemoryTag, UpdateMode
 from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
-from headwater.core.garbage import garbage_put_off, settle_garbage
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.rounds import RoundSink
-from headwater.core.sampling import SamplingFeature
-from headwater.core.weights import WeightUpdate
+from headwater.core.interpreter import garbage_put_off, settle_garbage
+from headwater.core.protocols import EngineLimits, RoundSink, WeightUpdate
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingFeature
 from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
 from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.errors import RequestError
-from headwater.core.sampling import Grammar
+from headwater.core.requests import Grammar
 
 _MAX_KEPT = 64
 """How many compiled grammars are kept for later requests."""

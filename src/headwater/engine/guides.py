@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headwater.core.request import ModelRequest
-from headwater.core.response import Alternatives
+from headwater.core.requests import Alternatives, ModelRequest
 from headwater.engine.grammar import GrammarMatcher
 
 

@@ -10,10 +10,8 @@ from functools import partial
 
 from headwater.core.errors import QueueFull, RequestError
 from headwater.core.new_tokens import NewTokens
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta
-from headwater.core.rounds import RoundSink
-from headwater.core.sampling import SamplingParams, wrong_stop
+from headwater.core.protocols import RoundSink
+from headwater.core.requests import Delta, ModelRequest, SamplingParams, wrong_stop
 from headwater.engine.delivery import Mailbox, failure_of
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guide

@@ -17,21 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.errors import LogitsBroken, RolloutFailed
-from headwater.core.response import StopReason
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import StopReason
 from headwater.core.waits import wait_for_future
-from headwater.engine.delivery import EngineOrder
+from headwater.engine.delivery import EngineOrder, Throughput
 from headwater.engine.guides import Guidance, alternatives
 from headwater.engine.lanes import Round
 from headwater.engine.media_reader import MediaFailed
 from headwater.engine.plans import NeedsRoom
+from headwater.engine.prompts import UnreadRequests
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.scoring import PromptScoring
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.stops import StopTables, cut_at_stop
-from headwater.engine.throughput import Throughput
-from headwater.engine.unread import UnreadRequests
 from headwater.observe.spans import Spans
 
 _IDLE_S = 0.5

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headwater.core.errors import RequestError, RolloutFailed
 from headwater.core.media import MediaContent, PlacedMedia
-from headwater.core.request import ModelRequest
+from headwater.core.requests import ModelRequest
 from headwater.models.vision import VisionProcessor
 from headwater.models.vision.family import BlockShape
 from headwater.models.vision.frames import num_pixels

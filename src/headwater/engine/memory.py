@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headwater.core.capabilities import ALL_TAGS, MemoryTag
 from headwater.core.errors import BaseMissing, ConfigError, MemoryRefused, WeightsIncomplete
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.kv_cache import KVCache, free_bytes
 from headwater.engine.loop import EngineLoop
 from headwater.engine.virtual_memory import AddressRange

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import SamplingParams
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.pages import Pages
 from headwater.engine.sampler import SamplingNeeds

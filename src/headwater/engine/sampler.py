@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import SamplingParams
 
 _CHUNK = 256
 NARROW = 1024

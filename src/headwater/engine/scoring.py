@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headwater.core.media import identity_tokens
-from headwater.core.response import PromptScores
+from headwater.core.requests import PromptScores
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.guides import alternatives
 from headwater.engine.media_reader import MediaFailed

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from headwater.core.media import identity_tokens
 from headwater.core.new_tokens import NewTokens
-from headwater.core.request import ModelRequest
-from headwater.core.response import Alternatives, Delta, ModelResponse, PromptScores, StopReason
-from headwater.core.trajectory import NOT_SAMPLED
+from headwater.core.records import NOT_SAMPLED
+from headwater.core.requests import Alternatives, Delta, ModelRequest, ModelResponse, PromptScores, StopReason
 from headwater.engine.guides import Guide
 from headwater.engine.media_reader import Reading
 from headwater.engine.plans import MAX_STOP_IDS

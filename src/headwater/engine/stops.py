@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence
 

@@ -17,11 +17,19 @@ from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import DISPATCH_KEY, dispatched_rows
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
-from headwater.learner.loss_columns import LossColumns
 from headwater.learner.loss_scale import LossScale
 from headwater.learner.optimizer import CPU, Optimizer, Residency
 from headwater.learner.packed_module import PackedModule
-from headwater.learner.packing import Pack, PackRow, check_lengths, idle_pack, pack_rows, read_rows, token_column
+from headwater.learner.packing import (
+    LossColumns,
+    Pack,
+    PackRow,
+    check_lengths,
+    idle_pack,
+    pack_rows,
+    read_rows,
+    token_column,
+)
 from headwater.learner.partition import minibatch_rows
 from headwater.learner.pictures_ahead import PicturesAhead
 from headwater.learner.ranks import Ranks, collect_gradients, reshard, shard

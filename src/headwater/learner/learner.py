@@ -23,7 +23,7 @@ from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.core.media import MEDIA_COLUMN
 from headwater.core.parcels import Parcel, SendOrder, SendReport
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
 from headwater.learner.engine import ForwardEngine, TrainEngine

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from math import isinf
 from typing import Any
 
-from headwater.core.engine_status import ServerStatus
+from headwater.core.capabilities import ServerStatus
 from headwater.core.learner import RankStatus
 from headwater.core.waits import OpenWait
 from headwater.observe.evidence import Evidence, Life, gather, life_of

@@ -16,9 +16,9 @@ from headwater.config.checks import named_sources
 from headwater.config.load import LoadedConfig, load_config
 from headwater.config.paths import is_whole
 from headwater.config.schema import Config
-from headwater.core.drops import DropKind
 from headwater.core.errors import HeadwaterError, RunError
 from headwater.core.processes import process_start
+from headwater.core.records import DropKind
 from headwater.core.registry import PYTHON
 from headwater.observe.manifest import Damage, num_bytes
 from headwater.observe.manifest import damage as damage_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from headwater.core.disk import mount_of, show_bytes
-from headwater.core.drops import DropKind
+from headwater.core.records import DropKind
 from headwater.observe.evidence import Evidence, Life, show_duration
 from headwater.observe.finding import Finding
 from headwater.observe.status_file import Drops

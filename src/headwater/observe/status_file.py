@@ -16,11 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from headwater.core.drops import DropKind
-from headwater.core.engine_status import ServerStatus
+from headwater.core.capabilities import ServerStatus
 from headwater.core.errors import DiskFull, HeadwaterError, RunError
 from headwater.core.learner import RankStatus
 from headwater.core.processes import process_start
+from headwater.core.records import DropKind
 from headwater.core.waits import OpenWait, open_waits
 from headwater.observe.run_directory import write_whole
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import Config
-from headwater.core.engine import EpisodeEngine
 from headwater.core.errors import HeadwaterError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeEngine
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.observe.run_directory import RunDirectory
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
 from headwater.planner.workload import Lengths

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 
 from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.planner.costs import GenerationCosts
 
 

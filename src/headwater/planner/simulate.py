@@ -11,21 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.core.engine import EpisodeEngine
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.planner.costs import Costs
 from headwater.planner.server import SimulatedFleet, SimulatedServer
 from headwater.planner.virtual_time import VirtualTasks
 from headwater.planner.workload import Workload
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.staleness import Admission
-from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.workflows import EngineWorkflow, EpisodeRunner, WorkflowContext
 
 EVENTS_PER_EPISODE = 2

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from headwater.core.errors import RunError, WaitTimeout
-from headwater.rollout.task_runner import AsyncTaskRunner
+from headwater.rollout.dispatcher import AsyncTaskRunner
 
 T = TypeVar("T")
 

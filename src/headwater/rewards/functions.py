@@ -22,13 +22,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from headwater.core.errors import RewardFailed, UnknownName
-from headwater.core.prompt import Prompt
+from headwater.core.records import MAX_REWARD, Prompt, Score, is_reward
 from headwater.core.registry import PythonObject, blaming, is_path, nearest
-from headwater.core.score import MAX_REWARD, Score, is_reward
 from headwater.rewards.scorers import SCORERS, is_quick, scorer_of
 
 if TYPE_CHECKING:
-    from headwater.core.score import ScorableEpisode  # slow to import
+    from headwater.core.records import ScorableEpisode  # slow to import
 
 ScoreFunction = Callable[..., Any]
 

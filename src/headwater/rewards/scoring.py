@@ -18,9 +18,8 @@ from typing import Any
 
 from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed, RewardsUnreliable, RewardTimedOut
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt, ScorableEpisode, Score
 from headwater.core.registry import is_path
-from headwater.core.score import ScorableEpisode, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
 from headwater.rewards.pool import TIMED_OUT, CallPool, WorkerPool, usable_cores

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headwater.core.processes import signal_name
-from headwater.core.score import Score
+from headwater.core.records import Score
 from headwater.rewards.functions import Failure
 from headwater.rewards.worker import RUNNING, Frames, Message, frame
 from headwater.sandbox.inside.family import kill_family

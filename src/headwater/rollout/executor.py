@@ -25,11 +25,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
-from headwater.core.drops import DropKind
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import RunError
-from headwater.core.garbage import garbage_put_off
-from headwater.rollout.dispatcher import BatchTaskDispatcher
+from headwater.core.interpreter import garbage_put_off
+from headwater.core.protocols import InferenceEngine
+from headwater.core.records import DropKind
+from headwater.rollout.dispatcher import AsyncTaskRunner, BatchTaskDispatcher
 from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
@@ -38,7 +38,6 @@ from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
 from headwater.rollout.staleness import Admission, Finished, Selection, StalenessManager, select
-from headwater.rollout.task_runner import AsyncTaskRunner
 
 _MAX_BARREN_BATCHES = 2
 """The run stops if this many batches' worth of groups fail in a row; otherwise it could loop forever."""

@@ -12,12 +12,9 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from headwater.core.engine import EpisodeEngine, InferenceEngine
-from headwater.core.episode import EpisodeStage, EpisodeState
 from headwater.core.errors import RolloutFailed, WaitTimeout
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.streaming import generate_aloud
+from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine, generate_aloud
+from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.core.waits import named_wait
 from headwater.rollout.group import GroupTimes, PromptDraw
 

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 
 from headwater.core.data_proto import DataProto
-from headwater.core.drops import DropKind
 from headwater.core.errors import RolloutFailed
 from headwater.core.media import MEDIA_COLUMN, Media, MediaContent
-from headwater.core.prompt import Prompt
+from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
 from headwater.core.tool_calls import ToolFailure
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,6 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from headwater.core.drops import DropKind
-from headwater.core.engine import EpisodeEngine
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import (
     AgentFailed,
     AgentTimedOut,
@@ -31,10 +28,10 @@ from headwater.core.errors import (
     RolloutFailed,
     RunError,
 )
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
-from headwater.core.trajectory import Trajectory
+from headwater.core.requests import derive_key
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group, TrajectoryLimits
 from headwater.workflows import Episode, EpisodeRunner

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from headwater.core.drops import DropKind
 from headwater.core.errors import RunError
+from headwater.core.records import DropKind
 from headwater.rollout.flight import Dispatch, Requests, requests_to_json
 from headwater.rollout.group import PromptDraw
 

@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import RunError
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.protocols import InferenceEngine
+from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.core.waits import wait_for_future
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.flight import Flight, Requests, requests_from_json, version_runs
 from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.source import PromptSource
-from headwater.rollout.task_runner import AsyncTaskRunner
 
 T = TypeVar("T")
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
-from headwater.core.engine import InferenceEngine
+from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
-from headwater.rollout.task_runner import AsyncTaskRunner
 
 
 class SideBySide:

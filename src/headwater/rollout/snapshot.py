@@ -9,7 +9,7 @@ from typing import Any
 
 from headwater.core.errors import RunError
 from headwater.core.media import MediaContent
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
 from headwater.observe.media_store import media_to_json, placed_from_json
 from headwater.rollout.flight import Dispatch, requests_from_json, requests_to_json

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
+from headwater.core.records import Prompt
+from headwater.core.requests import derive_key
 from headwater.data.load import MixedDataset, PromptDataset
 from headwater.data.sampler import MixingSampler, Sampler, ShufflingSampler
 from headwater.rollout.group import PromptDraw, RolloutBatch

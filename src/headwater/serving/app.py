@@ -12,10 +12,9 @@ from weakref import WeakSet
 
 from aiohttp import web
 
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
 from headwater.core.media import MediaProcessor
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving import control_routes, weight_group, weight_stream
 from headwater.serving.errors import ApiError, api_error, cut
 from headwater.serving.fields import write_json

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from headwater.core.capabilities import ALL_TAGS, MemoryTag, UpdateMode
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import WaitTimeout
+from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import named_wait, wait_for_future
 from headwater.models.checksum import dtype_of_checksum
 from headwater.serving.errors import ApiError, wrong

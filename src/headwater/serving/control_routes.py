@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 import headwater
-from headwater.core.engine_status import EngineStatus, ServerStatus
+from headwater.core.capabilities import EngineStatus, ServerStatus
 from headwater.serving.control import Abort, WeightsCall, in_own_thread, read_nothing, read_version
 from headwater.serving.generation import reply
 from headwater.serving.state import STATE

@@ -12,10 +12,9 @@ from typing import Any
 
 from aiohttp import web
 
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
+from headwater.core.protocols import InferenceEngine
+from headwater.core.requests import Delta, ModelRequest, ModelResponse
 from headwater.serving.errors import api_error
 from headwater.serving.fields import write_json
 

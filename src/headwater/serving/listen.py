@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
 from headwater.core.media import MediaProcessor
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
 from headwater.serving.weight_stream import INCOMING

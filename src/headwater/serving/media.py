@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 
-from headwater.chat.messages import Message
+from headwater.chat.render import Message
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
 from headwater.data.media import KINDS, PROCESSOR_ERRORS, MediaSettings, take_inline_media

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headwater.core.response import Alternatives, Delta, ModelResponse, PromptScores, StopReason
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import Alternatives, Delta, ModelResponse, PromptScores, StopReason
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Decoders write this for bytes that are not, or not yet, a character."""

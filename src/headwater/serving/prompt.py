@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.core.engine import EngineLimits
 from headwater.core.media import MediaProcessor
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import EngineLimits, Tokenizer
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import checked_integers, checked_text
 from headwater.serving.options import DEFAULT_MAX_RESPONSES

@@ -8,8 +8,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from headwater.core.randomness import derive_key
-from headwater.core.sampling import MAX_LOGIT_BIAS, Grammar, SamplingParams, wrong_stop
+from headwater.core.requests import MAX_LOGIT_BIAS, Grammar, SamplingParams, derive_key, wrong_stop
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.prompt import ModelLimits

@@ -12,11 +12,10 @@ from aiohttp import web
 
 from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.core.capabilities import MemoryTag, UpdateMode
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
 from headwater.core.media import MediaProcessor
-from headwater.core.request import ModelRequest
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import InferenceEngine, Tokenizer
+from headwater.core.requests import ModelRequest
 from headwater.data.media import MediaCache, media_cache
 from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong

@@ -18,9 +18,9 @@ from typing import Any, get_args
 from aiohttp import web
 
 from headwater.core.capabilities import ALL_UPDATE_MODES, UpdateMode
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import WeightsError
 from headwater.core.parcels import BUCKET_BYTES, LIMIT_S, Encoding, Parcel, SendOrder
+from headwater.core.protocols import InferenceEngine
 from headwater.models.device import DTYPES
 from headwater.serving.control import UPDATE_LIMIT_S, in_own_thread
 from headwater.serving.errors import ApiError, wrong

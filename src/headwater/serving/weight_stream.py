@@ -19,8 +19,8 @@ import torch
 from aiohttp import web
 
 from headwater.core.capabilities import ALL_UPDATE_MODES, UpdateMode
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import WaitTimeout, WeightsError
+from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import named_wait
 from headwater.models.device import DTYPES
 from headwater.serving.control import UPDATE_LIMIT_S, in_own_thread

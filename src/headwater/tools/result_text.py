@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from headwater.chat.render import special_tokens
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
 
 Side = Literal["left", "right", "middle"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.core.score import is_reward
+from headwater.core.records import is_reward
 from headwater.core.tool_calls import ToolResult
 from headwater.data.media import MediaSettings, load_image, load_video
 from headwater.data.message_media import has_media, load_message_media, take_message_media

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from headwater.core.errors import RewardFailed
-from headwater.core.prompt import Prompt
+from headwater.core.records import REWARD_RULE, Prompt, is_reward
 from headwater.core.registry import nearest
-from headwater.core.score import REWARD_RULE, is_reward
 from headwater.core.tool_calls import MalformedCall, ToolCall, ToolFailure, ToolResult
 from headwater.data.media import MediaSettings
 from headwater.tools.base import ToolError, ToolUnavailable

@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import ConfigError, DataError, HeadwaterError
-from headwater.core.prompt import Prompt
+from headwater.core.protocols import Tokenizer
+from headwater.core.records import Prompt
 from headwater.core.registry import nearest
-from headwater.core.tokenizer import Tokenizer
 from headwater.core.waits import wait_for_future
 from headwater.data.media import MediaSettings
 from headwater.tools.config import ToolEntry, read_entries

@@ -10,9 +10,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Prompt, Trajectory
+from headwater.core.requests import derive_key
 from headwater.data.load import MixedDataset, PromptDataset
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
 

@@ -29,8 +29,7 @@ from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
 from headwater.core.learner import Learner
-from headwater.core.score import MAX_REWARD, REWARD_RULE, Answer
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
 from headwater.rollout.group import RolloutBatch, add_to_scores, pad_trajectories, score_column
 
 LEARNER_LOGPROBS, ENTROPIES = "learner_logprobs", "entropies"

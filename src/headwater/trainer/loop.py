@@ -11,12 +11,10 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import CopyFailed, DeviceMemoryFull, DiskFull, HeadwaterError, RankFailed, RolloutFailed
-from headwater.core.interrupts import Interrupts
+from headwater.core.interpreter import Interrupts, sharing_interpreter
 from headwater.core.learner import ProfileOrder
 from headwater.core.memory_plan import MemoryPlan
-from headwater.core.prompt import Prompt
-from headwater.core.threads import sharing_interpreter
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Prompt, Trajectory
 from headwater.observe.manifest import seal
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory

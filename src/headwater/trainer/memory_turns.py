@@ -16,9 +16,9 @@ import torch
 
 from headwater.config.schema import Config
 from headwater.core.capabilities import MemoryTag
-from headwater.core.engine import InferenceEngine
 from headwater.core.learner import Learner
 from headwater.core.memory_plan import MOVED, RELEASED, MemoryPlan
+from headwater.core.protocols import InferenceEngine
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 _GIB = 2**30

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from headwater.config.schema import Config
-from headwater.core.drops import DropKind
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import EngineStatus
 from headwater.core.errors import HeadwaterError
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import DropKind, Trajectory
 from headwater.engine.virtual_memory import mapped_bytes
 from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
 from headwater.rollout.snapshot import Books

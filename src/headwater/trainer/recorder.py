@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import RunError
-from headwater.core.prompt import Prompt
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Prompt, Trajectory
 from headwater.core.waits import wait_until
 from headwater.observe.media_store import MediaStore
 from headwater.observe.progress import Display, Reporter

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headwater.config.schema import Config
 from headwater.core.capabilities import Capabilities
-from headwater.core.engine import EngineLimits, InferenceEngine
 from headwater.core.errors import ConfigError
-from headwater.core.prompt import Prompt
+from headwater.core.protocols import EngineLimits, InferenceEngine
+from headwater.core.records import Prompt
 from headwater.core.registry import is_path
 from headwater.data.load import PromptDataset
 

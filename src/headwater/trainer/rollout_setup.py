@@ -16,14 +16,11 @@ from headwater.config.keys import value_at
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.traits import AdvantageTraits
 from headwater.core.capabilities import Capabilities, MemoryTag
-from headwater.core.drops import DropKind
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import ConfigError
-from headwater.core.prompt import Prompt
+from headwater.core.protocols import InferenceEngine
+from headwater.core.records import DropKind, Prompt, RewardManager, Trajectory
 from headwater.core.registry import blaming, is_path
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import RewardManager
-from headwater.core.trajectory import Trajectory
+from headwater.core.requests import SamplingParams
 from headwater.data.load import MeasuredDataset, PromptDataset, load_dataset
 from headwater.data.media import MediaSettings
 from headwater.data.prompt_builder import ToolsOfRow
@@ -34,13 +31,13 @@ from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS, LateScores
 from headwater.rewards.pool import CallPool
 from headwater.rewards.scoring import Scoring
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import TrajectoryLimits
 from headwater.rollout.group_runner import GroupFilter, GroupRunner, load_should_accept, scores_differ
 from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
-from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.tools.toolbox import MakesTools, Toolbox
 from headwater.trainer.request_checks import check_media, check_requests_fit, check_stop_tokens
 from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from headwater.core.disk import disk_full
-from headwater.core.prompt import Prompt
-from headwater.core.trajectory import TokenArrays, Trajectory
+from headwater.core.records import Prompt, TokenArrays, Trajectory
 from headwater.engine.stops import pieces_of
 from headwater.observe.media_store import MediaStore, media_to_json
 from headwater.rollout.group import num_replies, num_turns

@@ -11,8 +11,7 @@ from headwater.chat.render import MODEL_TURN
 from headwater.config.schema import WarmStartConfig
 from headwater.core.errors import DataError
 from headwater.core.learner import Learner
-from headwater.core.prompt import Prompt
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
 from headwater.data.load import PromptDataset
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.progress import Display

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headwater.core.capabilities import UpdateMode
+from headwater.core.protocols import WeightUpdate
 from headwater.core.registry import Registry
 from headwater.core.waits import wait_for_future
-from headwater.core.weights import WeightUpdate
 
 TRANSPORTS = Registry("weight transport", "headwater.weights")
 """Classes that are created with the number type in which weights are sent, a ``torch.dtype``."""

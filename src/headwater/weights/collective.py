@@ -26,8 +26,8 @@ import torch
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, TransferLost, WaitTimeout, WeightsError, WeightsIncomplete
 from headwater.core.parcels import DirectSend, Encoding, Parcel, RankedSource, SendOrder, SendReport
+from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future, wait_until
-from headwater.core.weights import WeightUpdate
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall
 from headwater.weights.links import chosen_backend, host_store, own_address

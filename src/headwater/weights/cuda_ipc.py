@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import WeightsError
-from headwater.core.weights import Bucket, WeightUpdate
+from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.weights import TRANSPORTS, Channel
 from headwater.weights.shared_memory import (
     NUM_SLOTS,

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from headwater.core.errors import HeadwaterError, WeightsError
+from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.core.waits import wait_until
-from headwater.core.weights import Bucket, WeightUpdate
 
 _MARGIN_S = 60.0
 """A receiver waits longer than the reader, whose message says more."""

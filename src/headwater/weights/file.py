@@ -35,7 +35,7 @@ from torch import Tensor
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import ConfigError, WeightsError
 from headwater.core.processes import process_start
-from headwater.core.weights import Bucket, WeightFile, WeightUpdate
+from headwater.core.protocols import Bucket, WeightFile, WeightUpdate
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
 from headwater.weights.memory import no_weights, not_finite
 from headwater.weights.safetensors_files import WHOLE, open_weights

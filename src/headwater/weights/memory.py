@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import WeightsError, WeightsIncomplete
-from headwater.core.weights import Bucket, WeightUpdate
+from headwater.core.protocols import Bucket, WeightUpdate
 
 BUCKET_BYTES = 256 * 2**20
 """Default size limit of a bucket. A larger tensor is a bucket alone."""

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from headwater.core.errors import WeightsError
 from headwater.core.parcels import Encoding, Parcel, SendOrder, SendReport
+from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.core.waits import wait_until
-from headwater.core.weights import Bucket, WeightUpdate
 from headwater.models.checksum import Checksum
 from headwater.models.device import resolve_dtype
 from headwater.weights.delta import DeltaReader, DeltaWriter

@@ -11,11 +11,10 @@ from typing import TypeVar, cast
 
 import torch
 
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import RolloutFailed, TransferLost, WeightsError
 from headwater.core.parcels import DirectSend, RankedSource
+from headwater.core.protocols import AdapterSource, Bucket, InferenceEngine, WeightSource, WeightUpdate
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
-from headwater.core.weights import AdapterSource, Bucket, WeightSource, WeightUpdate
 from headwater.models.checksum import Checksum, Sums, dtype_of_checksum
 
 logger = logging.getLogger(__name__)

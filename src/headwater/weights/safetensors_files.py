@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from headwater.core.errors import WeightsError
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
 from headwater.weights.memory import in_buckets
 
 WHOLE = "model.safetensors"

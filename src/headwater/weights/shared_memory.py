@@ -34,8 +34,8 @@ from torch import Tensor
 
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, WeightsError, WeightsIncomplete
+from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.core.waits import wait_until
-from headwater.core.weights import Bucket, WeightUpdate
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer, wait_for_answer
 from headwater.weights.file import reserve, write_tensor

@@ -20,10 +20,9 @@ from typing import Annotated, Any, Literal
 from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.config.constraints import AtLeast, MoreThan, Within
 from headwater.core.errors import AgentFailed, AgentTimedOut, ConfigError, RewardFailed
-from headwater.core.randomness import derive_key
+from headwater.core.records import Score, Trajectory, reward_number
 from headwater.core.registry import similar_path
-from headwater.core.score import Score, reward_number
-from headwater.core.trajectory import Trajectory
+from headwater.core.requests import derive_key
 from headwater.core.waits import named_wait
 from headwater.serving.openai.responses import completion_id
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext

@@ -32,18 +32,11 @@ from headwater.chat.render import (
     opens_reasoning,
     render_chat,
 )
-from headwater.core.engine import EpisodeEngine
-from headwater.core.episode import EpisodeInput, EpisodeStage
 from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse, StopReason
-from headwater.core.sampling import Grammar, SamplingParams
-from headwater.core.score import RewardManager, Score
-from headwater.core.tokenizer import Tokenizer
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, EpisodeStage, Tokenizer
+from headwater.core.records import NOT_SAMPLED, Prompt, RewardManager, Score, Trajectory
+from headwater.core.requests import Grammar, ModelRequest, ModelResponse, SamplingParams, StopReason, derive_key
 from headwater.data.media import MediaSettings
 from headwater.data.message_media import has_media, load_message_media, take_message_media, with_digests
 

@@ -6,8 +6,7 @@ The whole episode is one trajectory. The model is trained on all its answers, bu
 from __future__ import annotations
 
 from headwater.core.errors import ConfigError
-from headwater.core.score import Score
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Score, Trajectory
 from headwater.rewards.functions import info_of_all
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.workflows import WORKFLOWS, Episode
 
 

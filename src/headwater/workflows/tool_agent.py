@@ -17,10 +17,9 @@ from typing import Annotated, Any, Literal
 from headwater.config.constraints import AtLeast
 from headwater.config.traits import WorkflowTraits
 from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.core.records import Score, Trajectory
 from headwater.core.registry import blaming, load_object
-from headwater.core.score import Score
 from headwater.core.tool_calls import MalformedCall, ParsedReply, ToolCall, ToolResult
-from headwater.core.trajectory import Trajectory
 from headwater.tools.running import call_method
 from headwater.tools.session import ToolSession
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext

@@ -45,7 +45,7 @@ if PLAN == "exit":
 from aiohttp import WSMsgType, web  # noqa: E402
 
 from headwater.core.new_tokens import NewTokens  # noqa: E402
-from headwater.core.response import Delta  # noqa: E402
+from headwater.core.requests import Delta  # noqa: E402
 
 
 def is_planned(path: str, how: str) -> bool:

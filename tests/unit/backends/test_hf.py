@@ -12,9 +12,8 @@ import torch
 
 from headwater.backends.hf import HfEngine
 from headwater.core.errors import RolloutFailed, WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.observe.spans import Spans
 
 PROMPTS = ["1+2=", "12+34=", "What is 5 + 6?", "9"]

@@ -30,10 +30,8 @@ from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer
 from headwater.config.schema import WeightTransfer
 from headwater.core.errors import MemoryRefused, RolloutFailed, TransferLost, WeightsError, WeightsIncomplete
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.observe.spans import Spans
 
 pytestmark = pytest.mark.timeout(600)

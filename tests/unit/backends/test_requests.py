@@ -23,9 +23,7 @@ from headwater.core.errors import (
 )
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.new_tokens import NewTokens
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse, StopReason
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, StopReason
 from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.observe.spans import Spans
 from headwater.serving.errors import api_error

@@ -27,10 +27,8 @@ from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, HeadwaterError, LogitsBroken, QueueFull, RequestError, RolloutFailed
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 from headwater.weights import collective

@@ -38,10 +38,8 @@ from headwater.backends.vllm.wire import dialect_of, read_event, write_request
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed, ServerLost
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 

@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from headwater.config.schema import EngineConfig
-from headwater.core.episode import EpisodeInput
+from headwater.core.protocols import EpisodeInput
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
 

@@ -9,7 +9,7 @@ from chat.written_calls import schema
 from transformers import AddedToken
 
 from headwater.chat.parsers import PARSERS, make_parser
-from headwater.core.sampling import Grammar
+from headwater.core.requests import Grammar
 from headwater.core.tool_calls import ToolCall
 from headwater.engine.grammar import Grammars
 from headwater.models.load import load_tokenizer

@@ -14,7 +14,7 @@ import pytest
 from headwater.api.site import rank_failures_named
 from headwater.cli.process import interruptible
 from headwater.core.errors import RankFailed
-from headwater.core.interrupts import Interrupts
+from headwater.core.interpreter import Interrupts
 
 # A library as numpy is: what is raised while it is imported is lost.
 LOSES_INTERRUPTS = """

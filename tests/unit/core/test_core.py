@@ -10,14 +10,9 @@ import pytest
 from patience import long_enough
 
 from headwater.core.errors import HeadwaterError, UnknownName, WaitTimeout
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
+from headwater.core.records import Prompt, Score, Trajectory
 from headwater.core.registry import Registry, blaming, load_object
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Score
-from headwater.core.trajectory import Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams, derive_key
 from headwater.core.waits import named_wait
 
 GOOD = {

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from headwater.core.garbage import garbage_put_off
+from headwater.core.interpreter import garbage_put_off
 
 
 def test_it_is_on_again_once_the_last_one_has_left():

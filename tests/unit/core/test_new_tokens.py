@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.new_tokens import STOP_REASONS, TOKEN, BadFrame, NewTokens
-from headwater.core.response import Delta
+from headwater.core.requests import Delta
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 NUMBERS = st.integers(0, 2**63 - 1)

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.dashboard.app import Dashboard
 from headwater.dashboard.assets import Assets
 from headwater.dashboard.guard import Access

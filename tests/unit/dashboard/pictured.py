@@ -10,7 +10,7 @@ from dashboard.parts import trajectory
 from PIL import Image
 
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.observe.media_store import MediaStore
 from headwater.observe.run_directory import RunDirectory
 from headwater.trainer.tables import write_rollouts

@@ -16,7 +16,7 @@ from dashboard.parts import TEXT, add_metrics, make_run, save_step, served
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.dashboard.vocabulary import Vocabulary
 from headwater.trainer.tables import write_rollouts
 

@@ -6,7 +6,7 @@ import torch
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt
 from headwater.data.rlhf_dataset import RLHFDataset, collate
 
 

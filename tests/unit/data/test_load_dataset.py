@@ -8,7 +8,7 @@ from headwater.data.load import load_dataset
 from headwater.data.rlhf_dataset import RLHFDataset
 
 USER_DATASET = """
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt
 
 class Mine:
     def __init__(self, sources, config, tokenizer, *, split, seed, num_rows, processor):

@@ -13,7 +13,7 @@ from test_multimodal_rows import build, colors, picture, png
 from headwater.config.paths import with_absolute_paths
 from headwater.config.schema import Config, DataConfig
 from headwater.core.errors import DataError
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelResponse
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.rewards.scorers import SCORERS, scorer_of
 

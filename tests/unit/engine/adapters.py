@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from headwater.config.schema import EngineConfig
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import Bucket
+from headwater.core.protocols import Bucket
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 from headwater.weights.memory import in_buckets

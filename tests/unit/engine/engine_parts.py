@@ -27,10 +27,8 @@ from transformers import (
 )
 
 from headwater.config.schema import EngineConfig
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
 

@@ -12,9 +12,7 @@ from tiny import tokenizer
 
 from headwater.core.capabilities import ALL_TAGS
 from headwater.core.errors import WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 
 TAGS = (("kv_cache",), ("weights",), ALL_TAGS)
 MODES = ("interrupt", "in_flight", "drain")

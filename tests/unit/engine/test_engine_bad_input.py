@@ -12,8 +12,7 @@ from tiny import tokenizer
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError, RequestError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
 
 GOOD = request(tokens_of(5), 1)

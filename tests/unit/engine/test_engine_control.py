@@ -29,8 +29,8 @@ from engine.engine_parts import (
 from tiny import tokenizer
 
 from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
-from headwater.engine import throughput
-from headwater.engine.throughput import Throughput
+from headwater.engine import delivery
+from headwater.engine.delivery import Throughput
 
 LONG = request(tokens_of(9), 1, "long", max_new_tokens=100)
 
@@ -642,7 +642,7 @@ def test_metrics_can_be_read_at_any_time_from_any_thread():
 
 
 def test_metrics_count_what_happened(monkeypatch):
-    monkeypatch.setattr(throughput, "_WINDOW_S", LIMIT_S)  # however long the machine takes until they are read
+    monkeypatch.setattr(delivery, "_WINDOW_S", LIMIT_S)  # however long the machine takes until they are read
     with running() as engine:
         responses = engine.generate([request(tokens_of(20), key) for key in range(3)])
         engine.update_weights(weights(1, 4)).result(LIMIT_S)
@@ -657,7 +657,7 @@ def test_metrics_count_what_happened(monkeypatch):
 
 def test_throughput_is_over_the_window_and_not_over_the_first_moment(monkeypatch):
     clock = [100.0]
-    monkeypatch.setattr(throughput, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(delivery, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     counted = Throughput()
     assert counted.per_second() == 0
     clock[0] += 2

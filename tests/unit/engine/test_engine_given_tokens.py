@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tiny import tokenizer
 
 from headwater.core.errors import RequestError
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelRequest, ModelResponse
 
 SAMPLING = (
     {},

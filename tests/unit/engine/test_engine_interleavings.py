@@ -24,8 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.engine.engine import Engine
 
 NUM_PAGES = 13

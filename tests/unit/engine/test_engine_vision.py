@@ -23,7 +23,7 @@ from engine.vision_parts import (
 )
 
 from headwater.core.media import MediaContent, rotary_positions
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.media import MediaEncoder, feature_bytes
 from headwater.engine.runners.decoder import CpuOps

@@ -12,7 +12,7 @@ from engine.vision_parts import asking, full_pass, picture, reference, running, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headwater.core.request import ModelRequest
+from headwater.core.requests import ModelRequest
 
 NAME = "qwen2_5_vl"
 ONE, OTHER, WIDE = picture(1), picture(2), picture(3, 112, 84)

@@ -30,7 +30,7 @@ from tiny import tokenizer
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import LogitsBroken, RolloutFailed, WeightsError, WeightsIncomplete
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.delivery import in_thread
 from headwater.engine.engine import Engine
 from headwater.weights.memory import Receiver

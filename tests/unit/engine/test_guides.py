@@ -28,8 +28,7 @@ from tiny import tokenizer
 
 from headwater.backends.hf import HfEngine
 from headwater.core.errors import RequestError
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.requests import Grammar, ModelResponse, SamplingParams
 from headwater.observe.spans import Spans
 
 PROMPT = tokens_of(9)

@@ -10,8 +10,7 @@ from engine.engine_parts import LIMIT_S, bits, like_a_gpu, request, running, ste
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.lanes import _PILE, Lanes
 from headwater.engine.sequence import EngineSequence
 

@@ -9,7 +9,7 @@ from adapters import ALPHA, MODEL, RANK, Adapted, compared, engine
 from headwater.config.load import load_config
 from headwater.config.schema import LoraConfig
 from headwater.core.errors import BaseMissing, ConfigError, WeightsError
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.engine.adapters import add_adapters as add_engine_adapters
 from headwater.engine.adapters import is_adapter
 from headwater.engine.runners import plain

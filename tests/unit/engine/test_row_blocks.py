@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from cases import case
 
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import SamplingParams
 from headwater.engine.runners.fixed_rows import NUM_ROWS, padded, sample_in_blocks
 from headwater.engine.sampler import SamplingBatch, sample
 

@@ -7,7 +7,7 @@ from cases import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import SamplingParams
 from headwater.engine.sampler import SamplingBatch, _draw, _Prefix, sample, uniforms
 
 CPU = torch.device("cpu")

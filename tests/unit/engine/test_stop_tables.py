@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tokenizer
 
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine import loop, stops
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence

@@ -16,10 +16,8 @@ from PIL import Image
 from headwater.chat.render import render_chat
 from headwater.config.schema import EngineConfig
 from headwater.core.media import Media, MediaContent, rotary_positions
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model, load_processor
 from headwater.models.vision import SUPPORTED_VISION, VisionProcessor, VisionTower, uses_grid_positions

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import DataError
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import check_lengths, idle_pack, pack_rows, read_rows
 from headwater.models.packed_attention import BucketedAttention, Segments

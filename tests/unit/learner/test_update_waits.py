@@ -20,7 +20,7 @@ from headwater.algorithms.corrections import CORRECTIONS
 from headwater.algorithms.masked import StepTotals
 from headwater.algorithms.policy_losses import POLICY_LOSSES
 from headwater.config.schema import AlgorithmConfig, LearnerConfig
-from headwater.learner import loss_columns, packing
+from headwater.learner import packing
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import _CHUNK_ELEMENTS, PolicyModule
@@ -65,7 +65,7 @@ class Copies(TorchDispatchMode):
 def copies(monkeypatch):
     monkeypatch.setitem(_CHUNK_ELEMENTS, "meta", 2000)  # several chunks of logits in a micro-batch
     watched = Copies()
-    for module in (loss_columns, packing, packed_attention):
+    for module in (packing, packed_attention):
         monkeypatch.setattr(module, "upload", watched.upload)
     return watched
 

@@ -12,7 +12,7 @@ from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.media import MediaContent
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.learner import LocalLearner
 from headwater.models.load import load_model, load_processor

@@ -14,8 +14,8 @@ import pytest
 
 import headwater
 from headwater.cli.doctor import _sections
-from headwater.core.drops import DropKind
 from headwater.core.processes import process_start
+from headwater.core.records import DropKind
 from headwater.observe import evidence
 from headwater.observe.doctor import examine
 from headwater.observe.evidence import gather, life_of, show_duration

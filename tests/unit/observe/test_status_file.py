@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from headwater.core.drops import DropKind
 from headwater.core.errors import RunError
 from headwater.core.processes import process_start
+from headwater.core.records import DropKind
 from headwater.core.waits import wait_until
 from headwater.observe.status_file import Drops, RecentLog, StatusFile, read_status
 

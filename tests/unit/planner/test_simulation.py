@@ -10,8 +10,7 @@ import pytest
 
 from headwater.backends.router.options import RouterOptions
 from headwater.core.errors import WaitTimeout
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
 from headwater.planner.server import SimulatedFleet, SimulatedServer
 from headwater.planner.simulate import simulate

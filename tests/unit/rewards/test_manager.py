@@ -18,7 +18,7 @@ from PIL import Image
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, UnknownName
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
-from headwater.core.score import Answer, Score
+from headwater.core.records import Answer, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 
@@ -124,8 +124,8 @@ def test_a_hanging_function_does_not_hold_up_the_end_of_the_process(tmp_path):
 import asyncio
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed
-from headwater.core.prompt import Prompt
-from headwater.core.score import Answer
+from headwater.core.records import Prompt
+from headwater.core.records import Answer
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 manager = NaiveRewardManager(RewardConfig(function={str(file) + ":compute_score"!r}, timeout_s=0.2), Spans())

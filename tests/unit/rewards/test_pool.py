@@ -20,7 +20,7 @@ from patience import long_enough
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut
-from headwater.core.score import Answer, Score
+from headwater.core.records import Answer, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import RemoteFunction
 from headwater.rewards.managers.naive import NaiveRewardManager
@@ -323,8 +323,8 @@ def test_other_places_to_run(functions):
 PARENT = """
 import asyncio, sys
 from headwater.config.schema import RewardConfig
-from headwater.core.prompt import Prompt
-from headwater.core.score import Answer
+from headwater.core.records import Prompt
+from headwater.core.records import Answer
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 

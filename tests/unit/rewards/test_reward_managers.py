@@ -15,10 +15,10 @@ from workflows.scripted_engine import ScriptedEngine
 
 from headwater.config.load import load_config
 from headwater.config.schema import RewardConfig, SandboxConfig
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import ConfigError, RewardFailed, RewardsUnreliable
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Answer, Score
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Answer, Score
+from headwater.core.requests import SamplingParams
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.batch import BatchRewardManager
 from headwater.rewards.managers.naive import NaiveRewardManager

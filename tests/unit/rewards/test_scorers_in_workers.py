@@ -12,7 +12,7 @@ from sandbox_here import skip_without_sandbox
 
 from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed
-from headwater.core.score import Answer
+from headwater.core.records import Answer
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 

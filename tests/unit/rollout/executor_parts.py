@@ -9,16 +9,14 @@ from typing import Any
 
 from rollout.held_engine import HeldEngine
 
-from headwater.core.drops import DropKind
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import Trajectory
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import DropKind, Prompt, Trajectory
+from headwater.core.requests import SamplingParams
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.group import PromptDraw, RolloutBatch, TrajectoryLimits
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.staleness import Admission
-from headwater.rollout.task_runner import AsyncTaskRunner
 from headwater.workflows import EngineWorkflow, EpisodeRunner, WorkflowContext
 
 

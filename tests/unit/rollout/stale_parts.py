@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout.executor_parts import draw_of
 
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group
 from headwater.rollout.staleness import Finished

@@ -16,11 +16,9 @@ from rollout.held_engine import HeldEngine
 
 import headwater.rollout.flight as flight_module
 from headwater.config.schema import RewardConfig
-from headwater.core.drops import DropKind
 from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Answer
+from headwater.core.records import Answer, DropKind
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
 from headwater.rollout.ledger import LedgerCounts

@@ -21,13 +21,11 @@ from hypothesis import strategies as st
 from rollout.executor_parts import Rows, runner_of
 
 import headwater.rollout.executor as executor_module
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import RewardFailed
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Score
-from headwater.core.trajectory import Trajectory
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Score, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.executor import WorkflowExecutor
 from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group import Group, RolloutBatch
@@ -35,7 +33,6 @@ from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import RolloutSnapshot
 from headwater.rollout.staleness import Admission
-from headwater.rollout.task_runner import AsyncTaskRunner
 
 STALE = "stale"
 

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
-from headwater.rollout.dispatcher import BatchTaskDispatcher
-from headwater.rollout.task_runner import AsyncTaskRunner
+from headwater.rollout.dispatcher import AsyncTaskRunner, BatchTaskDispatcher
 
 
 class Bench:

@@ -12,11 +12,9 @@ from patience import long_enough
 from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
 from rollout.held_engine import HeldEngine
 
-from headwater.core.drops import DropKind
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.records import DropKind
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.rollout.flight import Dispatch, Flight, JointStart
 
 

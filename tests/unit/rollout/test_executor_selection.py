@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from rollout.executor_parts import Scripted, number_of, ok, one_batch, uids
 
-from headwater.core.drops import DropKind
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import RewardFailed, RolloutFailed
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import DropKind
 from headwater.rollout.group import Group, RolloutBatch
 from headwater.rollout.group_runner import GREEDY
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout.executor_parts import draw_of
 
-from headwater.core.drops import DropKind
 from headwater.core.errors import RunError
+from headwater.core.records import DropKind
 from headwater.rollout.ledger import Ledger, LedgerCounts
 
 

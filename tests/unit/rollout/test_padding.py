@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.rollout.group import Group, add_to_scores, pad_trajectories
 
 

@@ -9,10 +9,10 @@ import pytest
 from rollout.executor_parts import Scripted, draw_of, runner_of
 from rollout.held_engine import HeldEngine
 
+from headwater.rollout.dispatcher import AsyncTaskRunner
 from headwater.rollout.flight import Dispatch, Flight, JointStart
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.side_by_side import SideBySide
-from headwater.rollout.task_runner import AsyncTaskRunner
 
 
 @pytest.mark.parametrize("is_held", [True, False], ids=["while the engine is held", "later"])

@@ -14,8 +14,7 @@ from rollout.stale_parts import finished
 
 from headwater.core.errors import RunError
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
-from headwater.core.score import MAX_REWARD
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import MAX_REWARD, Trajectory
 from headwater.observe.media_store import MediaStore
 from headwater.rollout.flight import Dispatch
 from headwater.rollout.group import Group, PromptDraw

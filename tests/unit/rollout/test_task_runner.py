@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from headwater.rollout.task_runner import AsyncTaskRunner
+from headwater.rollout.dispatcher import AsyncTaskRunner
 
 
 @pytest.fixture

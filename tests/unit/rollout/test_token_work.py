@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.algorithms.diagnostics import staleness_histogram
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Trajectory
 from headwater.rollout.flight import Dispatch, version_runs
 from headwater.rollout.group import Group, PromptDraw, add_to_scores, pad_trajectories
 from headwater.rollout.snapshot import RolloutSnapshot

@@ -9,9 +9,8 @@ import pytest
 import torch
 from rollout.executor_parts import Rows, Scripted, executor_of, ok, one_batch, uids
 
-from headwater.core.drops import DropKind
 from headwater.core.errors import RolloutFailed
-from headwater.core.score import Score
+from headwater.core.records import DropKind, Score
 from headwater.rollout.group import TrajectoryLimits
 
 LIMITS = TrajectoryLimits(vocab_size=32, max_new_tokens=4, max_prompt_tokens=6, get_version=lambda: 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny import tokenizer
 
-from headwater.core.engine import EngineLimits
+from headwater.core.protocols import EngineLimits
 from headwater.serving.errors import ApiError
 from headwater.serving.prompt import ModelLimits
 

@@ -18,16 +18,11 @@ from safetensors.torch import save_file
 import headwater
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
-from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode
-from headwater.core.engine import EngineLimits, InferenceEngine
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode
 from headwater.core.errors import RequestError
 from headwater.core.new_tokens import NewTokens
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.streaming import whole_response
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import EngineLimits, InferenceEngine, WeightUpdate, whole_response
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.models.checksum import checksum
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from serving.parts import NAME, assert_refused, limits, refusal
 from tiny import tokenizer
 
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.requests import Grammar, SamplingParams
 from headwater.serving.openai.completions import read_completion
 
 

@@ -10,7 +10,7 @@ from serving.parts import assert_refused, refusal
 
 from headwater.cli.serve import is_loopback, read_engine_config
 from headwater.config.schema import EngineConfig
-from headwater.core.engine_status import ServerStatus
+from headwater.core.capabilities import ServerStatus
 from headwater.core.errors import ConfigError
 from headwater.serving.control import Abort, WeightsCall, read_memory_tags, read_nothing, read_version
 from headwater.serving.control_routes import metrics_text, server_metrics_text

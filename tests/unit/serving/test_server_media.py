@@ -30,11 +30,10 @@ from headwater.backends.sglang.engine import SglangEngine
 from headwater.chat.render import render_chat
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
-from headwater.core.engine import EngineLimits
 from headwater.core.errors import DataError, RequestError
 from headwater.core.media import MediaContent
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EngineLimits
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.data.media import media_cache
 from headwater.engine.engine import Engine
 from headwater.models.device import with_dtype

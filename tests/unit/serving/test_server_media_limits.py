@@ -14,8 +14,8 @@ import pytest
 from engine.engine_parts import LIMIT_S, run
 from PIL import Image
 
-from headwater.core.engine import EngineLimits
 from headwater.core.media import MediaContent
+from headwater.core.protocols import EngineLimits
 from headwater.models.load import load_processor, load_tokenizer
 from headwater.serving import media, reading
 from headwater.serving.errors import ApiError

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving.parts import assert_refused, limits
 
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.serving.native.request import read_request, write_request
 
 TOKENS = st.lists(st.integers(0, 511), max_size=6).map(tuple)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from headwater.core.response import ModelResponse, PromptScores
+from headwater.core.requests import ModelResponse, PromptScores
 from headwater.serving.openai.chat import ChatReply, read_chat
 from headwater.serving.openai.completions import CompletionReply, read_completion
 from headwater.serving.output import OutputPiece, PieceMaker, TextRules, whole

@@ -5,8 +5,7 @@ from __future__ import annotations
 from serving.parts import assert_refused, limits, refusal
 from tiny import tokenizer
 
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.requests import Grammar, ModelResponse, SamplingParams
 from headwater.serving.output import whole
 from headwater.serving.sglang.generate import GenerateReply, read_generate
 from headwater.serving.sglang.steering import AbortCall, PauseCall, UpdateFromDisk

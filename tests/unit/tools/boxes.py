@@ -8,7 +8,7 @@ from typing import Any
 import tiny
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt
 from headwater.core.tool_calls import ToolCall, ToolResult
 from headwater.data.media import MediaSettings
 from headwater.tools.toolbox import Toolbox

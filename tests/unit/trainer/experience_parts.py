@@ -9,7 +9,7 @@ import tiny
 import torch
 
 from headwater.config.load import load_config
-from headwater.core.trajectory import Trajectory
+from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec
 from headwater.rollout.group import Group, RolloutBatch, pad_trajectories
 from headwater.trainer.learner_setup import TrainingParts, build_training

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import tiny
 
-from headwater.core.drops import DropKind
+from headwater.core.records import DropKind
 from headwater.data.sampler import DataPart
 from headwater.rollout.group import Dropped, Group, RolloutBatch
 from headwater.trainer.checkpoint import BestStep

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from headwater.core.interrupts import Interrupts
+from headwater.core.interpreter import Interrupts
 
 
 def interrupt() -> None:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from headwater.config.load import load_config
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import EngineStatus
 from headwater.core.errors import MemoryRefused, RolloutFailed
-from headwater.core.interrupts import Interrupts
+from headwater.core.interpreter import Interrupts
 from headwater.core.memory_plan import MOVED, RELEASED, RESIDENT, Budget, MemoryPlan, Way
 from headwater.trainer.memory_turns import MemoryTurns, releases_cache
 

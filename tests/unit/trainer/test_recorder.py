@@ -13,8 +13,8 @@ import tiny
 import torch
 from rich.console import Console
 
-from headwater.core.drops import DropKind
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
+from headwater.core.records import DropKind
 from headwater.observe.media_store import MediaStore, placed_from_json
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory

@@ -16,7 +16,7 @@ from trainer.experience_parts import batch, policy_logprobs, training, with_logp
 
 from headwater.algorithms.diagnostics import explained_variance, gap_metrics, gap_sums, token_statistics
 from headwater.config.load import load_config
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import EngineStatus
 from headwater.core.errors import ConfigError
 from headwater.core.learner import ProfileOrder
 from headwater.models.flops import PassFlops, named_peak

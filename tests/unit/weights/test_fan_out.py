@@ -12,7 +12,7 @@ import torch
 from patience import long_enough
 
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.weights import Bucket, WeightUpdate
+from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.weights.fan_out import FanOut
 
 SHAPES = {f"w{number}": (2,) for number in range(5)}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwater.core.errors import TransferLost, WeightsError
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.weights import ControlCall, file
 from headwater.weights.file import FileTransport, FileWeights, remove_leftovers
 from headwater.weights.memory import in_buckets

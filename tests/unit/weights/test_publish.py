@@ -15,10 +15,9 @@ import torch
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import RolloutFailed, TransferLost, WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import Bucket
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, open_waits
-from headwater.core.weights import Bucket
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.models.load import load_model

@@ -16,7 +16,7 @@ import torch
 from log import own_records
 
 from headwater.core.errors import WeightsError
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
 from headwater.models.checksum import checksum
 from headwater.weights import shared_memory
 from headwater.weights.cuda_ipc import CudaIpcTransport, map_memory

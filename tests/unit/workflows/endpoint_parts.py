@@ -9,14 +9,9 @@ from typing import Any
 
 import tiny
 
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Score
-from headwater.core.trajectory import Trajectory
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Prompt, Score, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams, derive_key
 from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.endpoint import EndpointWorkflow
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 
 import tiny
 
-from headwater.core.engine import EpisodeEngine
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import ScorableEpisode, Score
+from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.records import Prompt, ScorableEpisode, Score
+from headwater.core.requests import SamplingParams
 from headwater.workflows import Episode, WorkflowContext
 from headwater.workflows.multi_turn import MultiTurnWorkflow
 

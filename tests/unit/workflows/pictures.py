@@ -10,10 +10,10 @@ from workflows.episodes import ListedRewards
 from workflows.scripted_engine import ScriptedEngine
 
 from headwater.chat.render import render_chat
-from headwater.core.episode import EpisodeInput
 from headwater.core.media import MediaContent
-from headwater.core.prompt import Prompt
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Prompt
+from headwater.core.requests import SamplingParams
 from headwater.models.load import load_processor
 from headwater.workflows import Episode, WorkflowContext
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelRequest, ModelResponse
 
 
 class ScriptedEngine:

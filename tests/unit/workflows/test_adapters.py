@@ -18,10 +18,9 @@ from workflows.episodes import END, ListedRewards, encode
 from workflows.scripted_engine import ScriptedEngine
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import ConfigError, InvalidTrajectory, RewardFailed, RewardTimedOut, RolloutFailed
-from headwater.core.randomness import derive_key
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeInput
+from headwater.core.requests import SamplingParams, derive_key
 from headwater.core.stand_ins import MODULES, provide
 from headwater.tools.toolbox import Toolbox
 from headwater.workflows import Episode, WorkflowContext

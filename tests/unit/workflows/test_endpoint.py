@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from log import own_records
 
 from headwater.chat.parsers import make_parser
-from headwater.core.episode import EpisodeInput
-from headwater.core.trajectory import Trajectory
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Trajectory
 from headwater.workflows import Episode
 from headwater.workflows.agents.conversation import prefix_keys
 from headwater.workflows.agents.server import EndpointServer

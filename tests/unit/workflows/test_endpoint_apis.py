@@ -11,8 +11,8 @@ import tiny
 from endpoint_parts import KeyedEngine, encode, episode
 from test_endpoint import ASK, SEARCH, check_tokens, served, trajectories
 
-from headwater.core.response import Delta
-from headwater.core.streaming import generate_aloud
+from headwater.core.protocols import generate_aloud
+from headwater.core.requests import Delta
 from headwater.rollout.group import episode_metrics
 from headwater.serving.openai.responses import chat_body, completion_id
 

@@ -17,8 +17,8 @@ from endpoint_agents import post
 from endpoint_parts import KeyedEngine, context, episode
 from patience import long_enough
 
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import AgentFailed, AgentTimedOut, ConfigError, RewardFailed, RolloutFailed
+from headwater.core.protocols import EpisodeInput
 from headwater.workflows import Episode
 from headwater.workflows.agents.processes import ForkServer
 from headwater.workflows.agents.server import EndpointServer

@@ -10,12 +10,10 @@ import tiny
 from workflows.episodes import END, ListedRewards, encode
 from workflows.scripted_engine import ScriptedEngine
 
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import ConfigError, RolloutFailed
-from headwater.core.randomness import derive_key
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Answer, Score
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Answer, Score
+from headwater.core.requests import ModelResponse, SamplingParams, derive_key
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext, make_runner
 
 TELL = [{"role": "user", "content": "Again."}]

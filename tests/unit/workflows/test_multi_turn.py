@@ -15,12 +15,10 @@ from workflows.episodes import END, FEEDBACK, ListedRewards, encode, run_multi_t
 from workflows.scripted_engine import ScriptedEngine
 
 from headwater.config.schema import EngineConfig
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import ConfigError, RewardFailed, RolloutFailed
-from headwater.core.prompt import Prompt
-from headwater.core.randomness import derive_key
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Prompt
+from headwater.core.requests import ModelResponse, SamplingParams, derive_key
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer
 from headwater.workflows import WORKFLOWS, Episode, WorkflowContext

@@ -15,10 +15,9 @@ from workflows.scripted_engine import ScriptedEngine
 
 from headwater.chat.render import encode_rendered, render_chat
 from headwater.config.schema import EngineConfig
-from headwater.core.episode import EpisodeInput
-from headwater.core.prompt import Prompt
-from headwater.core.response import ModelResponse
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Prompt
+from headwater.core.requests import Grammar, ModelResponse, SamplingParams
 from headwater.core.tool_calls import ToolCall
 from headwater.engine.engine import Engine
 from headwater.models.load import load_tokenizer

@@ -15,10 +15,10 @@ from workflows.scripted_engine import ScriptedEngine
 from headwater.chat.parsers import make_parser
 from headwater.chat.render import encode_rendered, render_chat
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.episode import EpisodeInput
 from headwater.core.errors import ConfigError, RewardFailed, RolloutFailed
-from headwater.core.prompt import Prompt
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import EpisodeInput
+from headwater.core.records import Prompt
+from headwater.core.requests import SamplingParams
 from headwater.rollout.group import episode_metrics
 from headwater.tools.base import BaseTool
 from headwater.tools.toolbox import Toolbox

@@ -36,14 +36,11 @@ from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.config.schema import WeightEncoding, WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
-from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
-from headwater.core.engine import EngineLimits
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
+from headwater.core.protocols import EngineLimits, WeightUpdate
+from headwater.core.requests import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S, wait_for_future
-from headwater.core.weights import WeightUpdate
 from headwater.models.checksum import dtype_of_checksum
 from headwater.models.device import resolve_dtype
 from headwater.observe.spans import Spans

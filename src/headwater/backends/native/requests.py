@@ -13,8 +13,7 @@ import numpy as np
 from headwater.backends.native.client import ENGINE_FAILED, RequestLink, error_of
 from headwater.core.errors import HeadwaterError, RolloutFailed, ServerLost
 from headwater.core.new_tokens import TOKEN, NewTokens
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse, StopReason
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.observe.spans import Spans
 from headwater.serving.native.media import UNKNOWN_MEDIA
 from headwater.serving.native.request import write_request

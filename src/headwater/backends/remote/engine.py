@@ -26,15 +26,11 @@ from headwater.backends.remote.requests import OpenRequest, ServedModel, given_w
 from headwater.backends.remote.servers import ConnectedServer, HttpLink, LaunchedServer, RemoteServer
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.remote.thread import Deliver, EngineThread
-from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
-from headwater.core.engine import EngineLimits
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, WeightsError
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import SamplingParams, wrong_stop
+from headwater.core.protocols import EngineLimits, WeightFile, WeightUpdate
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S
-from headwater.core.weights import WeightFile, WeightUpdate
 from headwater.models.device import DTYPES
 from headwater.weights.file import written_file
 from headwater.weights.memory import Receiver

@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 
 from headwater.backends.remote.media import NO_MEDIA, MediaPrompt
 from headwater.core.capabilities import MemoryTag
-from headwater.core.request import ModelRequest
-from headwater.core.response import StopReason
+from headwater.core.requests import ModelRequest, StopReason
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What happens to running requests: end them with the tokens they have, finish them, or keep them for later."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from headwater.core.errors import RequestError
 from headwater.core.media import PlacedMedia, image_type
-from headwater.core.request import ModelRequest
+from headwater.core.requests import ModelRequest
 from headwater.data.media import media_cache
 from headwater.models.vision.placeholders import collapse
 from headwater.models.vision.processor import VisionProcessor

@@ -12,9 +12,8 @@ from headwater.backends.remote.link import Garbage, Sending, ServerLink, Span, S
 from headwater.backends.remote.media import NO_MEDIA, MediaPrompt, MediaPrompts
 from headwater.backends.remote.model import ServedWeights
 from headwater.core.errors import HeadwaterError, RequestError
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse, StopReason
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.engine.stops import find_stop
 
 MAX_STUCK = 4

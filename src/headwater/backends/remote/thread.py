@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from headwater.core.errors import HeadwaterError, RolloutFailed
-from headwater.core.response import Delta, ModelResponse
+from headwater.core.requests import Delta, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future
 from headwater.engine.delivery import Mailbox, Mailboxes
 

@@ -27,9 +27,7 @@ from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.requests import answer, stream
 from headwater.backends.router.roster import Roster
 from headwater.backends.router.updates import send_in_turn, send_to_all
-from headwater.core.capabilities import ALL_TAGS, Capabilities, MemoryTag, UpdateMode, check_features
-from headwater.core.engine import EngineLimits, InferenceEngine
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import (
     HeadwaterError,
     MemoryRefused,
@@ -39,11 +37,9 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.streaming import whole_response
+from headwater.core.protocols import EngineLimits, InferenceEngine, WeightUpdate, whole_response
+from headwater.core.requests import Delta, ModelRequest, ModelResponse
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future, wait_until
-from headwater.core.weights import WeightUpdate
 
 __all__ = ["RoutedServer", "RouterEngine", "RouterOptions"]
 

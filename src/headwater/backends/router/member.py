@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from headwater.core.capabilities import Capabilities
-from headwater.core.engine import EngineLimits, InferenceEngine
-from headwater.core.engine_status import EngineStatus, ServerStatus
+from headwater.core.capabilities import Capabilities, EngineStatus, ServerStatus
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.protocols import EngineLimits, InferenceEngine
 
 T = TypeVar("T")
 

@@ -13,8 +13,7 @@ from headwater.backends.router.member import Member
 from headwater.backends.router.roster import Roster
 from headwater.backends.router.work import Work
 from headwater.core.errors import LogitsBroken, QueueFull, RequestError, RolloutFailed, ServerLost, WaitTimeout
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse, StopReason
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, StopReason
 from headwater.core.waits import named_wait
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
 from headwater.backends.router.work import Work
 from headwater.core.capabilities import Capabilities
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, WaitTimeout
-from headwater.core.request import ModelRequest
+from headwater.core.protocols import InferenceEngine
+from headwater.core.requests import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
 
 logger = logging.getLogger(__name__)

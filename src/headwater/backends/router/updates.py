@@ -17,8 +17,8 @@ from headwater.backends.router.options import RouterOptions
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, TransferLost, WeightsError
 from headwater.core.parcels import DirectSend
+from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future
-from headwater.core.weights import WeightUpdate
 from headwater.models.checksum import dtype_of_checksum
 from headwater.weights.fan_out import FanOut
 from headwater.weights.file import written_file

@@ -6,8 +6,7 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headwater.core.request import ModelRequest
-from headwater.core.response import Alternatives, Delta, ModelResponse, PromptScores, StopReason
+from headwater.core.requests import Alternatives, Delta, ModelRequest, ModelResponse, PromptScores, StopReason
 
 
 @dataclass(eq=False, slots=True)

@@ -22,8 +22,8 @@ from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities, UpdateMode
 from headwater.core.errors import ConfigError
-from headwater.core.sampling import SamplingParams
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import SamplingParams
 from headwater.models.device import DTYPES
 
 _SHARED_FRACTION = 0.4

@@ -20,8 +20,7 @@ from headwater.backends.remote.link import Garbage, PauseMode, Sending, ServerIn
 from headwater.backends.remote.media import data_url
 from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
-from headwater.core.randomness import derive_key
-from headwater.core.response import StopReason
+from headwater.core.requests import StopReason, derive_key
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSE_MODE: dict[PauseMode, str] = {"abort": "abort", "keep": "in_place", "wait": "in_place"}

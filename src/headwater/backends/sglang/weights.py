@@ -23,8 +23,8 @@ import torch
 from headwater.backends.remote.link import LinkLost, ServerInfo
 from headwater.backends.sglang.http import SglangLink
 from headwater.core.errors import HeadwaterError, RolloutFailed, WeightsError
+from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future
-from headwater.core.weights import WeightUpdate
 from headwater.weights.links import Link, Meeting, chosen_backend, host_store, own_address
 
 Part = tuple[Sequence[str], Iterable[torch.Tensor]]

@@ -22,8 +22,7 @@ from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities
 from headwater.core.errors import ConfigError, RequestError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.core.waits import named_wait
 
 _PROBE_LIMIT_S = 120.0

@@ -14,8 +14,7 @@ from typing import Any
 from headwater.backends.remote.link import Garbage, LinkLost, Sending, StreamedTokens, read_spans
 from headwater.backends.remote.media import data_url
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
-from headwater.core.randomness import derive_key
-from headwater.core.response import StopReason
+from headwater.core.requests import StopReason, derive_key
 
 NO_LOGPROB = -9999.0
 """vLLM's value for a log-prob that is not a number, or that it did not compute."""

@@ -21,9 +21,9 @@ from headwater.chat.call_grammar import CallShape, call_grammar
 from headwater.chat.reader import CallDone, CallEvent, ContentText, Reader, Steps
 from headwater.chat.render import special_tokens
 from headwater.core.errors import HeadwaterError
+from headwater.core.protocols import Tokenizer
 from headwater.core.registry import Registry, blaming
-from headwater.core.sampling import Grammar
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.requests import Grammar
 from headwater.core.tool_calls import ParsedReply
 
 PARSERS = Registry("tool-call parser", "headwater.chat.parsers")

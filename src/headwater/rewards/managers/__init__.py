@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from headwater.core.errors import RewardFailed, RolloutFailed
+from headwater.core.records import RewardManager, ScorableEpisode, Score, Trajectory
 from headwater.core.registry import Registry
-from headwater.core.score import RewardManager, ScorableEpisode, Score
-from headwater.core.trajectory import Trajectory
 from headwater.core.waits import wait_for_future
 
 REWARD_MANAGERS = Registry("reward manager", "headwater.rewards.managers")

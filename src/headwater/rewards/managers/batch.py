@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from headwater.config.rollout_schema import RewardConfig, SandboxConfig
 from headwater.core.errors import RewardFailed
-from headwater.core.prompt import Prompt
-from headwater.core.score import ScorableEpisode, Score
+from headwater.core.records import Prompt, ScorableEpisode, Score
 from headwater.observe.spans import Spans
 from headwater.rewards.functions import ScoreFunction, ScoringFunction
 from headwater.rewards.managers import REWARD_MANAGERS

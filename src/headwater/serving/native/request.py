@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta
-from headwater.core.sampling import GRAMMAR_KINDS, Grammar, SamplingParams
+from headwater.core.requests import GRAMMAR_KINDS, Delta, Grammar, ModelRequest, SamplingParams
 from headwater.data.media import MediaCache
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_integers

@@ -17,12 +17,10 @@ from typing import Any, cast
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError, RolloutFailed
 from headwater.core.new_tokens import NewTokens
-from headwater.core.request import ModelRequest
-from headwater.core.response import StopReason
-from headwater.core.rounds import Follower, RoundEngine, RoundSink
+from headwater.core.protocols import Follower, InferenceEngine, RoundEngine, RoundSink
+from headwater.core.requests import ModelRequest, StopReason
 from headwater.serving.errors import ApiError, api_error
 from headwater.serving.fields import Fields, read_object, write_json
 from headwater.serving.generation import send_lines

@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.chat.messages import Message, read_messages
 from headwater.chat.parsers import PARSERS, ToolCallParser
-from headwater.chat.render import RESERVED_ARGUMENTS, ChatError, encode_rendered, opens_reasoning, render_chat
+from headwater.chat.render import (
+    RESERVED_ARGUMENTS,
+    ChatError,
+    Message,
+    encode_rendered,
+    opens_reasoning,
+    read_messages,
+    render_chat,
+)
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
-from headwater.core.sampling import MAX_TOP_LOGPROBS
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import MAX_TOP_LOGPROBS
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text
 from headwater.serving.media import encode_media, is_media, take_media

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headwater.core.response import Alternatives
-from headwater.core.sampling import MAX_TOP_LOGPROBS
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import MAX_TOP_LOGPROBS, Alternatives
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, is_integer
 from headwater.serving.openai.plan import (

@@ -10,8 +10,7 @@ from typing import Any
 
 from headwater.chat.parsers import ToolCallParser
 from headwater.core.media import Media
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.requests import Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, shown, wrong
 from headwater.serving.fields import Fields
 from headwater.serving.output import TextRules

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from headwater.chat.messages import Message
 from headwater.chat.parsers import CallFormat, CallStream, ToolCallParser
 from headwater.chat.reader import ArgumentText, CallBegun, CallEvent, ContentText
-from headwater.core.sampling import Grammar
-from headwater.core.tokenizer import Tokenizer
+from headwater.chat.render import Message
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import Grammar
 from headwater.core.tool_calls import MalformedCall
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, checked_text

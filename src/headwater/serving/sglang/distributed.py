@@ -16,9 +16,8 @@ import torch
 from aiohttp import web
 
 from headwater.core.capabilities import UpdateMode
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError, WeightsError
-from headwater.core.weights import Bucket, WeightUpdate
+from headwater.core.protocols import Bucket, InferenceEngine, WeightUpdate
 from headwater.models.device import DTYPES
 from headwater.serving.control import UPDATE_LIMIT_S, in_own_thread
 from headwater.serving.errors import ApiError, api_error, wrong

@@ -10,10 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from headwater.core.media import Media, MediaContent
-from headwater.core.request import ModelRequest
-from headwater.core.response import StopReason
-from headwater.core.sampling import Grammar, SamplingParams
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
+from headwater.core.requests import Grammar, ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_text, is_integer
 from headwater.serving.media import encode_media, expand_media, pixels_of_request, take_media

@@ -11,10 +11,9 @@ from typing import Any
 from aiohttp import web
 
 import headwater
-from headwater.core.engine import InferenceEngine
 from headwater.core.errors import HeadwaterError
-from headwater.core.request import ModelRequest
-from headwater.core.sampling import SamplingParams
+from headwater.core.protocols import InferenceEngine
+from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.serving.control import in_own_thread
 from headwater.serving.control_routes import metrics_of
 from headwater.serving.errors import ApiError, api_error

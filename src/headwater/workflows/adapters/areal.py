@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
 from headwater.models.load import load_tokenizer
 from headwater.workflows.adapters.areal_reward import AsyncRewardWrapper
 from headwater.workflows.adapters.journal import current_journal

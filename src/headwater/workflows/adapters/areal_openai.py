@@ -19,8 +19,7 @@ import torch
 
 from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.core.errors import HeadwaterError, InvalidTrajectory, RolloutFailed
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
+from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.serving.errors import api_error
 from headwater.serving.openai.responses import completion_id
 from headwater.workflows.adapters.journal import Journal, current_journal

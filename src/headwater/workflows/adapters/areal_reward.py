@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any
 
 from headwater.core.errors import RewardFailed, RewardTimedOut, RolloutFailed
-from headwater.core.prompt import Prompt
+from headwater.core.records import Answer, Prompt, ScorableEpisode
 from headwater.core.registry import EXTENSION_PREFIX
-from headwater.core.score import Answer, ScorableEpisode
 from headwater.rewards.functions import ScoringFunction, Signature
 from headwater.rewards.scoring import Scoring, in_daemon_thread
 from headwater.workflows.adapters.journal import Journal, current_journal

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.core.errors import ConfigError, InvalidTrajectory, RolloutFailed
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
-from headwater.core.sampling import SamplingParams
-from headwater.core.trajectory import Trajectory
+from headwater.core.requests import SamplingParams
 from headwater.workflows.adapters import areal
 from headwater.workflows.adapters.areal_reward import RunReward
 from headwater.workflows.adapters.binding import bind, construct, constructor_parameters, with_token_lists

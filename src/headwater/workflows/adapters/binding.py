@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.protocols import Tokenizer
 from headwater.core.registry import nearest
-from headwater.core.tokenizer import Tokenizer
 
 
 def constructor_parameters(made: type) -> tuple[dict[str, inspect.Parameter], bool]:

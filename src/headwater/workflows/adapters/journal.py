@@ -16,12 +16,8 @@ from typing import Any
 
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
 from headwater.core.media import Media, MediaContent
-from headwater.core.randomness import derive_key
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse, StopReason
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Score
-from headwater.core.trajectory import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Score, Trajectory
+from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams, StopReason, derive_key
 from headwater.tools.session import ToolSession
 from headwater.workflows.adapters.pictures import Pictures
 from headwater.workflows.episode import Episode

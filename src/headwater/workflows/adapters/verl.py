@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from headwater.chat.parsers import ToolCallParser, make_parser
 from headwater.chat.render import encode_rendered, render_chat
 from headwater.core.errors import RolloutFailed
-from headwater.core.tokenizer import Tokenizer
+from headwater.core.protocols import Tokenizer
 from headwater.core.tool_calls import ToolCall
 
 T = TypeVar("T")

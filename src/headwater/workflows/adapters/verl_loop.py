@@ -10,10 +10,9 @@ from functools import partial
 from typing import Any
 
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
+from headwater.core.records import Answer, Trajectory
 from headwater.core.registry import nearest
-from headwater.core.sampling import SamplingParams
-from headwater.core.score import Answer
-from headwater.core.trajectory import Trajectory
+from headwater.core.requests import SamplingParams
 from headwater.workflows.adapters.binding import bind, construct, with_token_lists
 from headwater.workflows.adapters.journal import Claim, Journal, open_journal
 from headwater.workflows.adapters.pictures import ClassProcessor, Pictures

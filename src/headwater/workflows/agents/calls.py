@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.chat.messages import read_messages
-from headwater.chat.render import RESERVED_ARGUMENTS
+from headwater.chat.render import RESERVED_ARGUMENTS, read_messages
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.requests import Grammar, SamplingParams
 from headwater.data.media import MediaSettings
 from headwater.data.message_media import has_media, load_message_media
 from headwater.serving.errors import ApiError, wrong

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from headwater.core.prompt import Prompt
+from headwater.core.records import Prompt
 from headwater.data.message_media import with_data_urls
 from headwater.workflows.agents.conversation import text_of
 from headwater.workflows.agents.fork_server import plain

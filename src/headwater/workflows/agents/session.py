@@ -15,10 +15,8 @@ from typing import Any, Literal, TypeVar
 
 from headwater.chat.parsers import ToolCallParser
 from headwater.core.errors import HeadwaterError, RequestError, RolloutFailed
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import Grammar, SamplingParams
-from headwater.core.streaming import delta_listener
+from headwater.core.protocols import delta_listener
+from headwater.core.requests import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
 from headwater.data.media import MediaSettings
 from headwater.serving.errors import ApiError
 from headwater.serving.openai.chat import ChatReply

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headwater.core.errors import RolloutFailed
-from headwater.core.randomness import derive_key
+from headwater.core.requests import derive_key
 from headwater.serving.openai.tools import for_template
 from headwater.workflows.agents.conversation import Message, next_key, prefix_keys
 from headwater.workflows.episode import Episode

@@ -7,14 +7,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from headwater.core.capabilities import ALL_TAGS, Capabilities
-from headwater.core.engine import EngineLimits
-from headwater.core.engine_status import EngineStatus
+from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus
 from headwater.core.errors import RolloutFailed, ServerLost, TransferLost
-from headwater.core.request import ModelRequest
-from headwater.core.response import ModelResponse
-from headwater.core.streaming import whole_response
-from headwater.core.weights import WeightUpdate
+from headwater.core.protocols import EngineLimits, WeightUpdate, whole_response
+from headwater.core.requests import ModelRequest, ModelResponse
 
 TICK_S = 0.001
 LIMIT_S = 120.0

@@ -25,11 +25,9 @@ from headwater.core.errors import (
     WeightsError,
     WeightsIncomplete,
 )
-from headwater.core.request import ModelRequest
-from headwater.core.response import Delta, ModelResponse
-from headwater.core.sampling import Grammar, SamplingParams
+from headwater.core.protocols import WeightUpdate
+from headwater.core.requests import Delta, Grammar, ModelRequest, ModelResponse, SamplingParams
 from headwater.core.waits import OpenWait, open_waits
-from headwater.core.weights import WeightUpdate
 
 pytestmark = pytest.mark.timeout(600)
 

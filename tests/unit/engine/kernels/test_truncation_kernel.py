@@ -7,7 +7,7 @@ import torch
 from cases import case
 from engine.kernels.support import DEVICE, randn
 
-from headwater.core.sampling import SamplingParams
+from headwater.core.requests import SamplingParams
 from headwater.engine.kernels.sampling import sample_tokens
 from headwater.engine.kernels.truncation import sample_truncated
 from headwater.engine.sampler import SamplingBatch, distribution, sample

@@ -1,11 +1,14 @@
-"""How a response is sampled."""
+"""What an engine is asked for, how it samples, and what it answers."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from headwater.core.media import Media
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
@@ -151,3 +154,115 @@ def wrong_stop(stops: Sequence[str]) -> str | None:
         if any("\ud800" <= character <= "\udfff" for character in stop):
             return f"[{place}] = {stop[:_NUM_CHARACTERS_SHOWN]!r}: contains half of a surrogate pair; remove it"
     return None
+
+
+def derive_key(*parts: int | str) -> int:
+    """Derive a signed 64-bit key, for example ``derive_key(seed, "rollout", uid, sample)``."""
+    # Lengths are part of the text, so that ("ab", "c") and ("a", "bc") differ.
+    text = "".join(f"{len(str(part))}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """A request for one response to a sequence of tokens.
+
+    The randomness of sampling depends only on ``rng_key``, not on other requests in the batch.
+    """
+
+    request_id: str
+    input_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    rng_key: int
+    given_tokens: tuple[int, ...] = ()
+    """The beginning of the response, if it was generated earlier. Generation continues after it as if it had not been
+    interrupted. These tokens count towards every limit of ``sampling``; the response holds only the new tokens."""
+    session: str = ""
+    """Requests with the same session share a prefix, such as the turns of an episode. A router sends them to the same
+    server, which has the prefix in its cache, and never to one with older weights. Empty if there is no session."""
+    media: Media = ()
+    """Images and videos, and the tokens among ``input_tokens`` that stand for them."""
+
+    def __post_init__(self) -> None:
+        if not self.input_tokens:
+            raise ValueError(f"request {self.request_id!r} has an empty prompt")
+        if self.media and max(each.end for each in self.media) > len(self.input_tokens):
+            raise ValueError(
+                f"request {self.request_id!r}: media stand after the end of its {len(self.input_tokens)} tokens"
+            )
+
+
+StopReason = Literal["stop", "length", "tool_calls", "abort"]
+
+Alternatives = tuple[tuple[int, float], ...]
+"""The most likely tokens at one position with their log-probs, the most likely first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probs of the prompt's tokens under the model's own distribution, at temperature 1.
+
+    There is one entry per token except for the first token, which nothing precedes.
+    """
+
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[Alternatives, ...] = ()
+    """Empty unless alternatives were requested."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResponse:
+    """The response to a request: every token with its log-prob and the policy version that produced it."""
+
+    input_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    output_versions: tuple[int, ...]
+    stop_reason: StopReason
+    queue_s: float = 0.0
+    generate_s: float = 0.0
+    output_top_logprobs: tuple[Alternatives, ...] = ()
+    """Per output token, its alternatives; empty unless requested."""
+    prompt_scores: PromptScores | None = None
+
+    def __post_init__(self) -> None:
+        count = len(self.output_tokens)
+        if len(self.output_logprobs) != count or len(self.output_versions) != count:
+            raise ValueError(
+                f"response has {count} tokens, {len(self.output_logprobs)} logprobs and "
+                f"{len(self.output_versions)} versions; the three must be equally long"
+            )
+
+    @property
+    def input_len(self) -> int:
+        return len(self.input_tokens)
+
+    @property
+    def output_len(self) -> int:
+        return len(self.output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of a response. The last delta of a response has a ``stop_reason``."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    stop_reason: StopReason | None = None
+    top_logprobs: tuple[Alternatives, ...] = ()
+    """Per token, its alternatives; empty unless requested."""
+    prompt_scores: PromptScores | None = None
+    """In the first delta, if requested."""
+
+    @classmethod
+    def of(cls, response: ModelResponse) -> Delta:
+        """A complete response as one delta."""
+        return cls(
+            response.output_tokens,
+            response.output_logprobs,
+            response.output_versions,
+            response.stop_reason,
+            response.output_top_logprobs,
+            response.prompt_scores,
+        )

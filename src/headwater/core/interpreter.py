@@ -1,18 +1,17 @@
-"""Ctrl-C, termination and a closed terminal: they interrupt no import, and a run only where it is consistent.
-
-Some libraries catch every exception while they are imported. For example, numpy ignores a KeyboardInterrupt, and torch
-mistakes it for a missing optional module and fails later with an AttributeError. ``ImportGuard`` defers a signal until
-the import has finished. ``Interrupts`` defers it until a training step or a checkpoint is complete.
-"""
+"""What the threads of a run share: Ctrl-C, turns of the interpreter, and garbage collection."""
 
 from __future__ import annotations
 
 import _thread
+import atexit
+import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -123,3 +122,62 @@ class Interrupts:
             raise KeyboardInterrupt
         self._waiting = True
         self._on_deferred(self._doing)
+
+
+_SWITCH_S = 0.0005
+
+
+@contextmanager
+def sharing_interpreter() -> Iterator[None]:
+    """Let a thread that becomes ready run after half a millisecond at most, instead of five.
+
+    A run has three busy threads: the trainer, the engine and the episodes. Each of them often waits for a moment, for a
+    socket or for the device, and afterwards has to wait until the thread that runs gives up the interpreter. With the
+    default interval of 5 ms, a hundred short messages to a reward worker take half a second while the engine generates.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+_lock = threading.Lock()
+_num_putting_off = 0
+_was_enabled = True
+
+
+@cache
+def settle_garbage() -> None:
+    """Exclude all existing objects from garbage collection, once per process.
+
+    Importing torch and transformers creates about half a million objects. Without this, the collector scans them
+    repeatedly in the middle of decoding rounds, more often with more requests.
+    """
+    gc.collect()
+    gc.freeze()
+    # Some extension modules print warnings at exit about objects that still exist.
+    atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def garbage_put_off() -> Iterator[None]:
+    """Disable garbage collection inside the block.
+
+    With a thousand open requests, one collection takes longer than swapping the weights. The switch applies to the
+    whole process: if several threads are inside the block, the last one to leave enables collection again.
+    """
+    global _num_putting_off, _was_enabled
+    with _lock:
+        if not _num_putting_off:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _num_putting_off += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_putting_off -= 1
+            if not _num_putting_off and _was_enabled:
+                gc.enable()
