@@ -1,4 +1,4 @@
-"""What an engine can do, and how it is."""
+"""What an engine can do, and its state."""
 
 from __future__ import annotations
 

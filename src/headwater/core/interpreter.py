@@ -1,4 +1,12 @@
-"""What the threads of a run share: Ctrl-C, turns of the interpreter, and garbage collection."""
+"""What the threads of a run share: signals, turns of the interpreter, and garbage collection.
+
+Ctrl-C, termination and a closed terminal interrupt no import, and a run only where it is consistent. Some libraries
+catch every exception while they are imported. For example, numpy ignores a KeyboardInterrupt, and torch mistakes it for
+a missing optional module and fails later with an AttributeError. ``ImportGuard`` defers a signal until the import has
+finished. ``Interrupts`` defers it until a training step or a checkpoint is complete.
+
+Python collects no garbage among the objects of the imports, and none while many short-lived objects exist.
+"""
 
 from __future__ import annotations
 

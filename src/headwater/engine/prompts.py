@@ -285,7 +285,8 @@ class Prompts:
 
 
 class UnreadRequests:
-    """In the order of their arrival. The engine's thread owns them; other threads only set ``has_news``."""
+    """Requests whose images and videos are being read by other threads, in the order of their arrival. They enter the
+    queue when that is done. The engine's thread owns them; other threads only set ``has_news``."""
 
     def __init__(self) -> None:
         self.has_news = False
