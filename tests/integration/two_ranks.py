@@ -98,6 +98,11 @@ CASES |= {
         what=("logprobs", "reference_logprobs"),
         has_pictures=True,
     ),
+    "adapters outside of attention and pictures": Case(
+        ("lora.rank=4", "lora.targets=[down_proj, visual.blocks.0.attn.qkv]", SMALL_PACKS.replace("16", "30")),
+        10,
+        has_pictures=True,
+    ),
     "pictures in bfloat16": Case(("model.dtype=bfloat16",), 10, has_pictures=True),
 }
 FEW = ("critic and reference", "adapters", "pictures")

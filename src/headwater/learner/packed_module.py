@@ -99,19 +99,29 @@ class PackedModule(nn.Module):
         """The hidden state that predicts each trained token, ``[trained tokens, hidden size]``."""
         positions = pack.position_ids
         states = self.model.get_decoder()(
-            **({"input_ids": pack.input_ids[None]} if pack.media is None else self._inputs(pack, pack.media)),
+            **self._inputs(pack),
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             packed_attention=attention,
         ).last_hidden_state[0]
-        result = gather_rows(states, pack.predictors)
-        unused = list(self._trained_vision()) if pack.media is None and torch.is_grad_enabled() else []
-        return result + _zero_of(unused).to(result.dtype) if unused else result
+        return gather_rows(states, pack.predictors)
 
-    def _inputs(self, pack: Pack, media: PackMedia) -> dict[str, Any]:
+    def _inputs(self, pack: Pack) -> dict[str, Any]:
+        """The tokens, or their embeddings where media or a trained vision tower matter."""
+        trained = list(self._trained_vision()) if torch.is_grad_enabled() else []
+        if pack.media is None and not trained:
+            return {"input_ids": pack.input_ids[None]}
+        embeddings = self.model.get_input_embeddings()(pack.input_ids)
+        inputs = {} if pack.media is None else self._media_inputs(embeddings, pack.media, has_gradient=bool(trained))
+        embeddings = inputs.get("inputs_embeds", embeddings[None])
+        if trained and (pack.media is None or not embeddings.requires_grad):
+            embeddings = embeddings + _zero_of(trained).to(embeddings.dtype)
+        return {**inputs, "inputs_embeds": embeddings}
+
+    def _media_inputs(self, embeddings: Tensor, media: PackMedia, *, has_gradient: bool) -> dict[str, Any]:
         """The embeddings of the tokens, with those of media in their places."""
         assert self.tower is not None, "read_rows has refused media"
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_vision):
+        with torch.set_grad_enabled(has_gradient):
             features = self.tower(media.contents)
         found = [len(each.embeddings) for each in features]
         if found != media.num_tokens:
@@ -123,7 +133,6 @@ class PackedModule(nn.Module):
         def placed(parts: Sequence[Tensor]) -> Tensor:
             return gather_rows(torch.cat(list(parts)), media.sources)
 
-        embeddings = self.model.get_input_embeddings()(pack.input_ids)
         shown = placed([each.embeddings for each in features]).to(embeddings.dtype)
         inputs: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(0, media.places, shown)[None]}
         if features[0].deep:
@@ -146,7 +155,9 @@ def _zero_of(weights: Sequence[Tensor]) -> Tensor:
     """Zero, with a gradient of zero for all of ``weights``.
 
     A pass without pictures does not use a trained vision tower. Another rank may use it in the same pass, and all ranks
-    reduce the same gradients.
+    must reduce the same gradients in the same order. So this is added to the inputs of the first layer: FSDP reduces a
+    layer whose inputs have no gradient later, after the weights outside of layers, and ranks that disagree about it
+    would add the gradients of different weights.
     """
     return torch.stack([each.reshape(-1)[0] for each in weights]).sum() * 0.0
 

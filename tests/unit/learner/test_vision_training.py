@@ -123,6 +123,23 @@ def test_adapters_are_those_of_the_language_model():
     assert changed(before, dict(pictures.model().named_parameters())) == set()
 
 
+def test_the_first_layer_passes_gradients_on_in_every_pass_if_the_tower_has_adapters():
+    """FSDP reduces a layer whose inputs have no gradient later. Passes of other ranks may have pictures."""
+    targets = "lora.targets=[down_proj, visual.blocks.0.attn.qkv]"
+    learner = learner_of("lora.rank=4", targets)
+    module, seen = learner.actor.engine.module, []
+    module.register_forward_pre_hook(lambda _, inputs: seen.append([inputs[0].media is not None]))
+    module.layers[0].register_forward_pre_hook(lambda _, inputs: seen[-1].append(inputs[0].requires_grad))
+    data, before = experience(), weights_of(learner)
+    learner.update(data)
+    learner.update(data[4:])  # without pictures
+    assert seen == [[True, True], [False, True]]
+    assert any("visual" in name for name in changed(before, weights_of(learner)))
+    seen.clear()
+    learner.compute(data, ["logprobs"])
+    assert seen == [[True, False]]
+
+
 def test_a_text_model_refuses_pictures():
     config = load_config("quickstart", [*COMMON, "model.path=tiny:qwen3"]).config
     learner = build_learner(LearnerSpec(config, "tiny:qwen3", "tiny:qwen3"))
