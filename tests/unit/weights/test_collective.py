@@ -146,7 +146,7 @@ def test_members_that_do_not_come_are_named_within_the_limit():
 
 def test_an_engine_whose_sender_is_gone_stops_waiting(monkeypatch):
     monkeypatch.setattr(pieces, "_NEXT_LIMIT_S", LIMIT_S)
-    using = order("silent", num_receivers=2)
+    using = order("silent", num_receivers=2, limit_s=30.0)  # the member that is closed waits as long as this
     senders, members = joined(using)
     receiver = PieceReceiver(members[0], halves(tiny.model(1)), using)
     failing = threading.Timer(0.2, receiver.fail, ("another weight update began",))
