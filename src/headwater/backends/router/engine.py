@@ -195,7 +195,11 @@ class RouterEngine:
 
     def weights_checksum(self) -> str:
         """The checksum of the newest weights, which all servers that have them must agree on."""
-        found = self._on_all(lambda engine: engine.weights_checksum(), "computes a checksum", newest_only=True)
+        self._roster.check_open()
+        try:
+            found = self._on_all(lambda engine: engine.weights_checksum(), "computes a checksum", newest_only=True)
+        except RolloutFailed:  # all that had them are lost
+            found = {}
         if not found:
             raise TransferLost("no server has the newest weights any more; they are sent again")
         first = next(iter(found.values()))

@@ -391,6 +391,20 @@ def test_weights_reach_all_and_one_that_was_lost_gets_them_again():
             router.weights_checksum()
 
 
+def test_weights_are_sent_again_if_all_servers_that_took_them_are_lost(monkeypatch):
+    engines = [ScriptedEngine() for _ in range(2)]
+    with routed(*engines) as router:
+        router.update_weights(update(1, 1.0)).result(LIMIT_S)
+
+        def lost() -> str:
+            raise ServerLost("the node has ended")
+
+        for engine in engines:
+            monkeypatch.setattr(engine, "weights_checksum", lost)
+        with pytest.raises(TransferLost, match="no server has the newest weights any more"):
+            router.weights_checksum()
+
+
 def test_a_server_that_dies_during_an_update_does_not_hold_up_the_others():
     engines = [ScriptedEngine() for _ in range(2)]
     with routed(*engines) as router:
