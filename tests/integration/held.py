@@ -50,7 +50,7 @@ async def until_told(data_source, solution_str, ground_truth, extra_info, *, run
 
 
 def waits_for(go: Path, run: Path, step: int) -> list[str]:
-    """Settings under which a run stops soon after ``step``, and goes on when there is a file ``go``."""
+    """Settings that hold a run soon after ``step`` until the file ``go`` exists."""
     arguments = f"reward.function_args={{run: {run}, step: {step}, go: {go}}}"
     return ["reward.function=tests/integration/held.py:until_told", arguments, "reward.timeout_s=1200"]
 

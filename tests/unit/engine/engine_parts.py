@@ -319,7 +319,7 @@ class Stepped:
         return answer.result(LIMIT_S)
 
     def await_media(self, num_requests: int) -> None:
-        """Wait until the media of so many requests have been read, so that the next turn starts all of them."""
+        """Wait until the media of this number of requests have been read, so that the next turn starts all of them."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             read = [each for each in list(self._loop._inbox) if each.reading is not None and each.reading.is_done]
