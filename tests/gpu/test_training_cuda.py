@@ -94,7 +94,7 @@ def gradient(learner: Actor, data) -> torch.Tensor:
         whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in gradients]
         taken.append(torch.cat([each.float().flatten().cpu() for each in whole]))
         learner.engine._optimizer.clear()
-        return torch.zeros((), device=CUDA)
+        return torch.zeros((), device=parameters[0].device)
 
     learner.engine._optimizer.clip = keep
     learner.update(data.with_columns(tensors={"old_logprobs": learner.engine.compute(data)["logprobs"]}))
