@@ -17,6 +17,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1, help="sequences that share a prompt (default 1)")
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after two that are not (default 3)")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="the rate to compare with (default 790)")
+    parser.add_argument(
+        "--profile", type=Path, help="write a profile of the GPU time of each case's step into this folder"
+    )
     options = parser.parse_args()
     device = default_device()
     rows = []
@@ -113,6 +117,8 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
         torch.cuda.reset_peak_memory_stats()
     train_s = seconds_per_call(lambda: learner.update(data), options.steps, device)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+    if options.profile:
+        _profile(lambda: learner.update(data), options.profile / f"{options.shape}_{case.name}.txt")
     return {
         "case": case.name,
         "sequences": len(data),
@@ -203,6 +209,13 @@ def seconds_per_call(work: Callable[[], Any], steps: int, device: torch.device) 
         work()
     _wait(device)
     return (time.perf_counter() - started) / steps
+
+
+def _profile(work: Callable[[], Any], path: Path) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(profile.key_averages().table(sort_by="cuda_time_total", row_limit=60, max_name_column_width=90))
 
 
 def _wait(device: torch.device) -> None:
