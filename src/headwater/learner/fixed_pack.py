@@ -21,9 +21,9 @@ from torch import Tensor
 from headwater.learner.packing import Pack
 from headwater.models.packed_attention import AttentionTables, Copies, Segments, cumulative
 
-_LEAST_TOKENS, _LEAST_PREDICTIONS, _LEAST_SEGMENTS, _LEAST_LENGTH = 128, 64, 16, 64
-_TOKEN_STEPS, _OTHER_STEPS = 4, 2
-"""Sizes between two powers of two. All work grows with tokens; what the others add costs less than another graph."""
+_LEAST_TOKENS, _LEAST_PREDICTIONS, _LEAST_SEGMENTS, _LEAST_LENGTH, _LEAST_READERS = 128, 64, 16, 128, 4
+_TOKEN_STEPS, _PREDICTION_STEPS = 4, 2
+"""Sizes from one power of two to the next. The work grows with these two; larger tables cost less than more graphs."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class PassShape:
         num_fillers = -(-(num_tokens - num_real) // longest_query)
         own = cls(
             num_tokens,
-            rounded_up(len(pack.targets), _LEAST_PREDICTIONS, _OTHER_STEPS),
+            rounded_up(len(pack.targets), _LEAST_PREDICTIONS, _PREDICTION_STEPS),
             rounded_up(len(segments.lengths) + num_fillers, _LEAST_SEGMENTS),
             longest_query,
             longest_key,
@@ -70,9 +70,9 @@ class PassShape:
             own.num_segments,
             longest_query,
             longest_key,
-            num_keys=rounded_up(num_tokens + int(segments.prefix_lengths.sum()), _LEAST_TOKENS, _OTHER_STEPS),
-            num_shared=rounded_up(int(different[1].sum()), _LEAST_TOKENS, _OTHER_STEPS),
-            num_places=1 + rounded_up(int(num_readers.max()), 1),
+            num_keys=rounded_up(num_tokens + int(segments.prefix_lengths.sum()), _LEAST_TOKENS),
+            num_shared=rounded_up(int(different[1].sum()), _LEAST_TOKENS),
+            num_places=1 + rounded_up(int(num_readers.max()), _LEAST_READERS),
         )
 
 

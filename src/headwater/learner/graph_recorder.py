@@ -17,7 +17,7 @@ Action = Callable[[], None]
 """Reads and writes tensors whose addresses do not change."""
 
 
-class Recorder(Protocol):
+class PassRecorder(Protocol):
     def record(self, actions: Sequence[Action]) -> list[Action]:
         """Functions that repeat ``actions``, which are called in this order, one right after the other."""
         ...
@@ -58,9 +58,7 @@ class CudaRecorder:
         graphs = [torch.cuda.CUDAGraph() for _ in actions]
         for graph, action in zip(graphs, actions, strict=True):
             # Other threads, for example an engine's, may use the device meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 action()
             self._pool = graph.pool()
         self._num_recorded += 1

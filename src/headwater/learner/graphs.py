@@ -28,11 +28,11 @@ from torch.distributed.fsdp import FSDPModule
 from headwater.config.schema import LearnerConfig
 from headwater.learner.export import adapted_layers
 from headwater.learner.fixed_pack import FilledPack, FixedInputs, PassShape
-from headwater.learner.graph_recorder import Action, CudaRecorder, Recorder
+from headwater.learner.graph_recorder import Action, CudaRecorder, PassRecorder
 from headwater.learner.packed_module import PackedModule
 from headwater.learner.packing import Pack
 from headwater.models.grid_attention import fixed_attention
-from headwater.models.memory_sizes import ModelSize
+from headwater.models.memory_sizes import GRAPHS_SHARE, ModelSize
 from headwater.models.packed_attention import has_varlen_kernel
 from headwater.models.upload import num_bytes, upload_into, views
 
@@ -43,15 +43,13 @@ _MOST_GRAPHS = 48
 _MOST_TOKENS = 16384
 _MOST_WORK = 3e11
 """Tokens times weights of a layer. With more, a GPU computes a layer for longer than its kernels take to launch."""
-_MEMORY_SHARE = 0.1
-"""Of the device's memory, what all graphs together may need by estimate."""
 
 
 class PassGraphs:
     """The recorded passes of one module on one device."""
 
     def __init__(
-        self, module: PackedModule, device: torch.device, recorder: Recorder, *, most_bytes: int | None = None
+        self, module: PackedModule, device: torch.device, recorder: PassRecorder, *, most_bytes: int | None = None
     ) -> None:
         """``most_bytes`` is the memory that a pass may need by estimate; None does not limit it."""
         self._module = module
@@ -69,9 +67,7 @@ class PassGraphs:
             module.copies.keeps_memory = True
 
     @classmethod
-    def of(
-        cls, module: PackedModule, config: LearnerConfig, num_ranks: int, device: torch.device
-    ) -> PassGraphs | None:
+    def of(cls, module: PackedModule, config: LearnerConfig, num_ranks: int, device: torch.device) -> PassGraphs | None:
         """The graphs of a module that ``ranks.shard`` has prepared; None if its passes cannot be recorded."""
         is_plain = num_ranks == 1 and not isinstance(module, FSDPModule) and module.processor is None
         # Layers that are recomputed save and restore the state of random numbers, and memory is short there. Weights
@@ -79,7 +75,7 @@ class PassGraphs:
         is_fixed = not (config.compile or config.checkpoint_activations or config.offload_during_rollout)
         if config.cuda_graphs == "off" or device.type != "cuda" or not is_plain or not is_fixed:
             return None
-        most_bytes = int(_MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        most_bytes = int(GRAPHS_SHARE * torch.cuda.get_device_properties(device).total_memory)
         return cls(module, device, CudaRecorder(device), most_bytes=most_bytes)
 
     @property
@@ -162,7 +158,7 @@ class PassGraphs:
         if len(self._passes) > _MOST_GRAPHS:
             self._passes.popitem(last=False)
         logger.info(
-            "recorded a pass %s gradients for %d tokens (now %d), %d segments and %d predictions in %.2f s; %d are kept",
+            "recorded a pass %s gradients of %d tokens (now %d), %d segments and %d predictions in %.2f s; %d are kept",
             "with" if has_gradient else "without",
             pack.shape.num_tokens,
             len(pack.input_ids),
@@ -181,7 +177,8 @@ class PassGraphs:
         """An estimate of the memory that a pass with a gradient needs."""
         weights = self._weights
         size, itemsize = weights.size, weights.dtype.itemsize
-        plain = size.activation_bytes(shape.num_tokens, itemsize, is_checkpointed=False)
+        most = max(shape.num_tokens, shape.num_predictions)
+        plain = size.activation_bytes(most, itemsize, is_checkpointed=False)
         # Keys and values of shared prompts are kept in every layer.
         copied = shape.num_keys * size.kv_values_per_token * itemsize
         if has_varlen_kernel(self._device, weights.dtype):
@@ -217,10 +214,10 @@ class _Pass:
         """The gradients of those outputs that have one."""
         self.reached: list[nn.Parameter] = []
         """The weights that have a gradient."""
-        self.run_forward: Action = self._forward
-        self.run_backward: Action = self._backward
+        self.run_forward: Action = _not_recorded
+        self.run_backward: Action = _not_recorded
 
-    def record(self, recorder: Recorder, inputs: FixedInputs) -> None:
+    def record(self, recorder: PassRecorder, inputs: FixedInputs) -> None:
         self.load(inputs)
         if self._gradients is None:
             (self.run_forward,) = recorder.record([self._forward])
@@ -248,6 +245,10 @@ class _Pass:
         found = [(weight, each) for weight, each in zip(weights, made, strict=True) if each is not None]
         self.reached = [weight for weight, _ in found]
         torch._foreach_copy_([self._gradients[weight] for weight in self.reached], [each for _, each in found])
+
+
+def _not_recorded() -> None:
+    raise AssertionError("a pass is recorded before it is run")
 
 
 class _Replay(torch.autograd.Function):

@@ -37,6 +37,9 @@ _SAMPLED_BYTES = 28
 BUCKET_BYTES = 1 << 29
 """Averages in one bucket of ``learner/streamed_averages.py``, of which three are in flight."""
 
+GRAPHS_SHARE = 0.1
+"""Of the device's memory, what the recorded passes of the learner may need at most (``learner.cuda_graphs``)."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
