@@ -10,7 +10,7 @@ them, and their gradient is zero, so the results are those of the pack itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -64,12 +64,8 @@ class PassShape:
             return own
         prefixes = np.stack([segments.prefix_starts, segments.prefix_lengths])[:, has_prefix]
         different, num_readers = np.unique(prefixes, axis=1, return_counts=True)
-        return PassShape(
-            own.num_tokens,
-            own.num_predictions,
-            own.num_segments,
-            longest_query,
-            longest_key,
+        return replace(
+            own,
             num_keys=rounded_up(num_tokens + int(segments.prefix_lengths.sum()), _LEAST_TOKENS),
             num_shared=rounded_up(int(different[1].sum()), _LEAST_TOKENS),
             num_places=1 + rounded_up(int(num_readers.max()), _LEAST_READERS),

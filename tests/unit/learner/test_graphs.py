@@ -14,6 +14,7 @@ from learner.test_engine import actor, experience, weights
 from learner.test_packing import MODEL, batch, packs
 
 from headwater.config.schema import LearnerConfig, LoraConfig
+from headwater.learner import fixed_pack
 from headwater.learner import graphs as graphs_module
 from headwater.learner.engine import ForwardEngine, TrainEngine
 from headwater.learner.fixed_pack import FilledPack, FixedInputs, PassShape, rounded_up
@@ -26,6 +27,14 @@ from headwater.models.packed_attention import BucketedAttention
 from headwater.models.scored import load_critic
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_sequences():
+    """On a CPU, attention to keys that are not there takes most of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fixed_pack, "_LEAST_LENGTH", 16)
+        yield
 
 
 class Counting(PlainRecorder):
