@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from headwater.models.capture import capturing
+
 Action = Callable[[], None]
 """Reads and writes tensors whose addresses do not change."""
 
@@ -57,8 +59,7 @@ class CudaRecorder:
                 action()
         graphs = [torch.cuda.CUDAGraph() for _ in actions]
         for graph, action in zip(graphs, actions, strict=True):
-            # Other threads, for example an engine's, may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with capturing(graph, pool=self._pool, stream=self._stream):
                 action()
             self._pool = graph.pool()
         self._num_recorded += 1

@@ -43,6 +43,8 @@ _MOST_GRAPHS = 48
 _MOST_TOKENS = 16384
 _MOST_WORK = 3e11
 """Tokens times weights of a layer. With more, a GPU computes a layer for longer than its kernels take to launch."""
+_SCORES = 3
+"""Values for every pair of a query and a key of ``GridAttention``: mask, probabilities and their gradient."""
 
 
 class PassGraphs:
@@ -63,8 +65,6 @@ class PassGraphs:
         self._weights = _Weights(module)
         self._is_off = False
         self._num_runs = 0
-        if module.copies is not None:
-            module.copies.keeps_memory = True
 
     @classmethod
     def of(cls, module: PackedModule, config: LearnerConfig, num_ranks: int, device: torch.device) -> PassGraphs | None:
@@ -74,6 +74,9 @@ class PassGraphs:
         # that leave the device return to other addresses.
         is_fixed = not (config.compile or config.checkpoint_activations or config.offload_during_rollout)
         if config.cuda_graphs == "off" or device.type != "cuda" or not is_plain or not is_fixed:
+            return None
+        if not _Weights.are_known(module):
+            logger.info("passes are computed without CUDA graphs: the sizes of this model are not known")
             return None
         most_bytes = int(GRAPHS_SHARE * torch.cuda.get_device_properties(device).total_memory)
         return cls(module, device, CudaRecorder(device), most_bytes=most_bytes)
@@ -88,7 +91,8 @@ class PassGraphs:
             return on_device
         shape = PassShape.of(pack)
         is_large = shape.num_tokens > _MOST_TOKENS or shape.num_tokens * self._weights.per_layer > _MOST_WORK
-        if is_large or (self._most_bytes is not None and self._num_bytes(shape) > self._most_bytes):
+        has_room = self._most_bytes is None or self._num_bytes(shape) <= self._most_bytes
+        if is_large or not has_room:
             return on_device
         return FilledPack(**vars(on_device), shape=shape, inputs=FixedInputs.of(pack, shape))
 
@@ -150,6 +154,8 @@ class PassGraphs:
             self._passes.move_to_end(key)
             return self._passes[key]
         began = time.perf_counter()
+        if self._module.copies is not None:
+            self._module.copies.keeps_memory = True
         if has_gradient:
             self._gradients = self._gradients or {each: torch.empty_like(each) for each in self._weights.trained()}
         recorded = _Pass(self._module, pack, self._device, self._gradients if has_gradient else None)
@@ -174,20 +180,22 @@ class PassGraphs:
         self._recorder.forget()
 
     def _num_bytes(self, shape: PassShape) -> int:
-        """An estimate of the memory that a pass with a gradient needs."""
+        """An estimate of the memory that a pass needs, and of what all passes keep."""
         weights = self._weights
         size, itemsize = weights.size, weights.dtype.itemsize
         most = max(shape.num_tokens, shape.num_predictions)
-        plain = size.activation_bytes(most, itemsize, is_checkpointed=False)
         # Keys and values of shared prompts are kept in every layer.
         copied = shape.num_keys * size.kv_values_per_token * itemsize
-        if has_varlen_kernel(self._device, weights.dtype):
-            # The kernel's sums of the queries' gradients are filled up to 128 tokens per segment.
-            scores = (shape.num_tokens + 128 * shape.num_segments) * size.hidden_size * 4
-        else:
-            scores = 3 * shape.num_segments * shape.longest_query * shape.longest_key * weights.num_heads * itemsize
-            scores *= size.num_layers
-        return plain + copied + scores + size.num_parameters * itemsize
+        scores = 0
+        if not has_varlen_kernel(self._device, weights.dtype):
+            pairs = shape.num_segments * shape.longest_query * shape.longest_key
+            scores = _SCORES * pairs * weights.num_heads * itemsize * size.num_layers
+        if not torch.is_grad_enabled():
+            return size.forward_bytes(most, itemsize) + (copied + scores) // size.num_layers
+        # The kernel's sums of the gradients of queries are filled up to 128 tokens per segment.
+        sums = (shape.num_tokens + 128 * shape.num_segments) * size.hidden_size * 4
+        passing = size.activation_bytes(most, itemsize, is_checkpointed=False) + copied + scores + sums
+        return passing + 3 * weights.num_trained * itemsize  # working copies, and gradients as computed and as kept
 
 
 class _Pass:
@@ -294,12 +302,19 @@ class _Weights:
         self._adapted = [layer for _, layer in adapted_layers(module.model)]
         self.size = replace(ModelSize.of(module.model), vocab_size=module.num_outputs)
         self.per_layer = sum(each.numel() for each in module.layers.parameters()) / len(module.layers)
+        self.num_trained = sum(each.numel() for each in module.parameters() if each.requires_grad)
         self.num_heads = int(module.model.config.get_text_config(decoder=True).num_attention_heads)
 
     @property
     def dtype(self) -> torch.dtype:
         copies = self._module.copies
         return self._module.model.get_input_embeddings().weight.dtype if copies is None else copies.dtype
+
+    @staticmethod
+    def are_known(module: PackedModule) -> bool:
+        """Whether the config has the sizes from which memory is estimated."""
+        config = module.model.config.get_text_config(decoder=True)
+        return all(hasattr(config, name) for name in ("intermediate_size", "num_key_value_heads", "hidden_size"))
 
     def addresses(self) -> tuple[int, ...]:
         return tuple(part[name].data_ptr() for part, name in self._places)  # type: ignore[union-attr]
