@@ -68,6 +68,8 @@ class ForwardEngine:
 
     _trains = False
     _ahead: PicturesAhead | None = None
+    graphs: PassGraphs | None = None
+    """Computes small packs with few launches; None if the module's passes cannot be recorded."""
 
     def __init__(
         self,
@@ -93,7 +95,6 @@ class ForwardEngine:
             weights=weights,
         )
         self.graphs = PassGraphs.of(module, config, self.ranks.count, self.device)
-        """Computes small packs with fewer launches; None if the module's passes cannot be recorded."""
         if module.processor is not None:
             self._ahead = PicturesAhead(module.processor)
         self.residency, self.frozen = Residency(self.device), Residency(self.device)
