@@ -24,7 +24,7 @@ from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
 from headwater.models.fused_layers import use_fused_layers
 from headwater.models.load import load_model
-from headwater.models.packed_attention import BucketedAttention, VarlenAttention
+from headwater.models.packed_attention import AttentionTables, BucketedAttention, VarlenAttention
 
 CUDA = torch.device("cuda")
 
@@ -53,9 +53,10 @@ def test_the_kernel_attends_as_the_plain_way_does(window):
     leaves = [torch.randn(*shape, generator=generator, device=CUDA, dtype=torch.bfloat16) for _ in range(4)]
     query, key, value, upstream = leaves[0], leaves[1][:, :2], leaves[2][:, :2], leaves[3]
     results = []
-    for way in (VarlenAttention, BucketedAttention):
+    ways = VarlenAttention(AttentionTables.of(pack.segments, CUDA)), BucketedAttention(pack.segments, CUDA)
+    for attend in ways:
         inputs = [each.clone().requires_grad_() for each in (query, key, value)]
-        output = way(pack.segments, CUDA)(*inputs, scale=0.2, window=window)
+        output = attend(*inputs, scale=0.2, window=window)
         (output * upstream).sum().backward()
         results.append([output, *(each.grad for each in inputs)])
     for ours, plain in zip(*results, strict=True):

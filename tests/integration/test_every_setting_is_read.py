@@ -99,6 +99,7 @@ READ_ELSEWHERE = {
     f"{UNIT}/learner/test_loss_scale.py": ("learner.loss_scale", "learner.loss_scale_growth_steps"),
     f"{UNIT}/trainer/test_memory_setup.py": ("learner.residency",),
     f"{UNIT}/learner/test_working_copies.py": ("learner.convert_at_once",),
+    f"{UNIT}/learner/test_graphs.py": ("learner.cuda_graphs",),
     f"{UNIT}/trainer/test_step_metrics.py": ("trainer.profile.ranks", "trainer.profile.memory"),
     f"{UNIT}/cluster/test_group.py": ("learner.rank_timeout_s",),
     f"{UNIT}/cluster/test_ray_actor.py": ("cluster.wait_for_nodes_s", "cluster.object_store_mib"),

@@ -18,6 +18,7 @@ GPU_ONLY = (
     "engine.overlap",
     "engine.keep_addresses",
     "learner.convert_at_once",
+    "learner.cuda_graphs",
     "learner.fused_layers",
     "learner.offload_optimizer",
     "learner.residency",

@@ -17,6 +17,8 @@ from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import DISPATCH_KEY, dispatched_rows
 from headwater.core.errors import DataError, OtherRankFailed, RunError
 from headwater.learner import sharded_checkpoint
+from headwater.learner.fixed_pack import FilledPack
+from headwater.learner.graphs import PassGraphs
 from headwater.learner.loss_scale import LossScale
 from headwater.learner.optimizer import CPU, Optimizer, Residency
 from headwater.learner.packed_module import PackedModule
@@ -66,6 +68,8 @@ class ForwardEngine:
 
     _trains = False
     _ahead: PicturesAhead | None = None
+    graphs: PassGraphs | None = None
+    """Computes small packs with few launches; None if the module's passes cannot be recorded."""
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class ForwardEngine:
             trains=self._trains,
             weights=weights,
         )
+        self.graphs = PassGraphs.of(module, config, self.ranks.count, self.device)
         if module.processor is not None:
             self._ahead = PicturesAhead(module.processor)
         self.residency, self.frozen = Residency(self.device), Residency(self.device)
@@ -105,7 +110,7 @@ class ForwardEngine:
             width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.forward_tokens
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_forward_pass")
             for pack, counts in self.packs(rows, width, max_tokens):
-                outputs = self.module(pack)
+                outputs = self.values(pack)
                 if counts:
                     computed.append(torch.stack([pack.padded(outputs[name]) for name in results]))
                     places += pack.rows
@@ -116,6 +121,14 @@ class ForwardEngine:
             for name, values in zip(results, torch.cat(computed, dim=1).cpu(), strict=True):
                 results[name][places] = values
         return results
+
+    def values(self, pack: Pack) -> Mapping[str, Tensor]:
+        """The module's outputs for one of ``packs``, valid until the next call."""
+        made = self.graphs(pack) if self.graphs is not None and isinstance(pack, FilledPack) else None
+        if made is not None:
+            return made
+        outputs: Mapping[str, Tensor] = self.module(pack)
+        return outputs
 
     def prepare_offload(self) -> None:
         """Start to copy the parameters to main memory while they are still used, but not changed."""
@@ -142,6 +155,8 @@ class ForwardEngine:
             self._ahead.close()
 
     def _move(self, device: torch.device) -> None:
+        if device == CPU and self.graphs is not None:
+            self.graphs.forget()
         for residency, parameters in self._parameters():
             if device == CPU:
                 residency.release(parameters)
@@ -177,7 +192,8 @@ class ForwardEngine:
             if self._ahead is not None:
                 following = made(number + 1) if number + 1 < num_packs else None
                 self._ahead.read(pack, following)
-            yield pack.to(self.device), number < len(packs)
+            moved = pack.to(self.device)
+            yield moved if self.graphs is None else self.graphs.filled(pack, moved), number < len(packs)
 
     def _rows(self, batch: DataProto, max_tokens: int, key: str) -> list[PackRow]:
         def read() -> list[PackRow]:
@@ -304,7 +320,7 @@ class TrainEngine(ForwardEngine):
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_microbatch")
             columns = LossColumns(batch, self.device)
             for pack, counts in self.packs(rows, width, max_tokens):
-                outputs = {name: pack.padded(values) for name, values in self.module(pack).items()}
+                outputs = {name: pack.padded(values) for name, values in self.values(pack).items()}
                 if counts:
                     micro = columns.of(pack)
                     self._backward(outputs, micro, loss_fn, aggregation, totals, sums)

@@ -86,10 +86,14 @@ class PackedModule(nn.Module):
         dtype = self.model.get_input_embeddings().weight.dtype
         attention = packed_attention(pack.segments, pack.input_ids.device, dtype)
         if self.context is None:
-            return self.values_of(pack, self.hidden(pack, attention))
+            return self.computed(pack, attention)
         share = self.context.share(pack)
         states = self.hidden(share.pack, self.context.attention(attention, pack))
         return self.context.joined(self.values_of(share.pack, states), share, pack)
+
+    def computed(self, pack: Pack, attention: PackedAttention) -> Mapping[str, Tensor]:
+        """A pass on one rank, with the weights as they are now."""
+        return self.values_of(pack, self.hidden(pack, attention))
 
     def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
         """The outputs, computed from the result of ``hidden``."""

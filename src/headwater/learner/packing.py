@@ -232,47 +232,70 @@ def _bundles(rows: Sequence[PackRow], max_tokens: int, share_prompts: bool) -> I
 
 
 def _pack(bundles: Sequence[_Bundle], width: int) -> Pack:
-    tokens, positions, segments = [], [], []
-    predictors, row_of = [], []
+    tokens: list[NDArray[np.int64]] = []
+    first_positions: list[int] = []
+    """Of each part of ``tokens``."""
+    segments: list[tuple[int, int, int, int]] = []
+    last_of_prompt, before_response = [], []
     rows: list[PackRow] = []
     media = _MediaCollector()
     num_tokens = 0
     for bundle in bundles:
         prompt, prompt_start = bundle.rows[0].prompt, num_tokens
-        is_shared = len(bundle.rows) > 1
+        num_prompt, is_shared = len(prompt), len(bundle.rows) > 1
         tokens.append(prompt)
-        positions.append(bundle.rows[0].positions()[..., : len(prompt)])
-        media.add(bundle.rows[0].media, 0, len(prompt), prompt_start)
-        num_tokens += len(prompt)
+        first_positions.append(0)
+        media.add(bundle.rows[0].media, 0, num_prompt, prompt_start)
+        num_tokens += num_prompt
         if is_shared:
-            segments.append((prompt_start, len(prompt), prompt_start, 0))
+            segments.append((prompt_start, num_prompt, prompt_start, 0))
         for row in bundle.rows:
-            # The first response token is predicted by the prompt's last token, the others by the response itself.
-            before = num_tokens + row.columns - 1
-            predictors.append(np.where(row.columns == 0, prompt_start + len(prompt) - 1, before))
-            row_of.append(np.full(len(row.columns), len(rows)))
+            num_response = len(row.response)
+            last_of_prompt.append(prompt_start + num_prompt - 1)
+            before_response.append(num_tokens - 1)
             rows.append(row)
             tokens.append(row.response)
-            positions.append(row.positions()[..., len(prompt) :])
-            media.add(row.media, len(prompt), row.num_tokens, num_tokens - len(prompt))
+            first_positions.append(num_prompt)
+            media.add(row.media, num_prompt, row.num_tokens, num_tokens - num_prompt)
             if not is_shared:
-                segments.append((prompt_start, len(prompt) + len(row.response), prompt_start, 0))
-            elif len(row.response):
-                segments.append((num_tokens, len(row.response), prompt_start, len(prompt)))
-            num_tokens += len(row.response)
+                segments.append((prompt_start, num_prompt + num_response, prompt_start, 0))
+            elif num_response:
+                segments.append((num_tokens, num_response, prompt_start, num_prompt))
+            num_tokens += num_response
+    # Arrays of all rows at once: operations on each of many short rows would take most of the time.
+    columns = np.concatenate([row.columns for row in rows])
+    row_of = np.repeat(np.arange(len(rows)), [len(row.columns) for row in rows])
+    # The first response token is predicted by the prompt's last token, the others by the response itself.
+    before = np.array(before_response)[row_of] + columns
     return Pack(
         rows=[row.index for row in rows],
         batch_rows=torch.tensor([row.index for row in rows]),
         input_ids=torch.from_numpy(np.concatenate(tokens)),
-        position_ids=torch.from_numpy(_joined(positions)),
+        position_ids=torch.from_numpy(_positions(bundles, [len(part) for part in tokens], first_positions)),
         segments=Segments(*np.array(segments, np.int64).T),
-        predictors=torch.from_numpy(np.concatenate(predictors)),
+        predictors=torch.from_numpy(np.where(columns == 0, np.array(last_of_prompt)[row_of], before)),
         targets=torch.from_numpy(np.concatenate([row.targets for row in rows])),
-        row=torch.from_numpy(np.concatenate(row_of)),
-        column=torch.from_numpy(np.concatenate([row.columns for row in rows])),
+        row=torch.from_numpy(row_of),
+        column=torch.from_numpy(columns),
         width=width,
         media=media.result(),
     )
+
+
+def _positions(bundles: Sequence[_Bundle], lengths: Sequence[int], first_positions: Sequence[int]) -> NDArray[np.int64]:
+    """``[tokens]``, or ``[3, tokens]`` if media have a grid: of a prompt, then of the responses to it, and so on."""
+    if not any(row.media for bundle in bundles for row in bundle.rows):
+        starts = np.cumsum(lengths) - lengths
+        plain: NDArray[np.int64] = np.arange(sum(lengths)) + np.repeat(np.array(first_positions) - starts, lengths)
+        return plain
+    parts = []
+    for bundle in bundles:
+        num_prompt = len(bundle.rows[0].prompt)
+        parts.append(bundle.rows[0].positions()[..., :num_prompt])
+        parts += [row.positions()[..., num_prompt:] for row in bundle.rows]
+    if all(each.ndim == 1 for each in parts):
+        return np.concatenate(parts)
+    return np.concatenate([np.broadcast_to(each, (3, each.shape[-1])) for each in parts], axis=1)
 
 
 class _MediaCollector:
@@ -311,12 +334,6 @@ class _MediaCollector:
             torch.from_numpy(places[order]),
             torch.from_numpy(sources[order]),
         )
-
-
-def _joined(positions: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    if all(each.ndim == 1 for each in positions):
-        return np.concatenate(positions)
-    return np.concatenate([np.broadcast_to(each, (3, each.shape[-1])) for each in positions], axis=1)
 
 
 def idle_pack(width: int) -> Pack:

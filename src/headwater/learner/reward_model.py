@@ -41,7 +41,7 @@ class RewardModel:
         places: list[int] = []
         try:
             for pack, counts in self.engine.packs(rows, 1, limit):
-                values = self.engine.module(pack)["values"]
+                values = self.engine.values(pack)["values"]
                 if counts:
                     computed.append(pack.padded(values)[:, 0])
                     places += pack.rows

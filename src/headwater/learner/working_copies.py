@@ -28,8 +28,11 @@ class WorkingCopies:
     passes are summed in the type of the weights.
     """
 
+    keeps_memory: bool = False
+    """Copies that are not used keep their memory, so that their addresses stay the same."""
+
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self.dtype = dtype
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         """Where each weight is a parameter; a tied weight has several places."""
         for part in module.modules():
@@ -38,13 +41,16 @@ class WorkingCopies:
                     self._places.setdefault(weight, []).append((part, name))
         self._copies = {weight: self._copy_of(weight) for weight in self._places}
         """Always the same objects, which have values only while they are used."""
+        self._owned = set(self._copies.values())
+        self._views: list[Tensor] = []
+        """Their memory, while they have any."""
         self._is_used = False
         self._ready: list[tuple[nn.Parameter, nn.Parameter]] = []
         """Weights whose copies have a complete gradient of the present pass."""
         self._ready_bytes = 0
 
     def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
-        copy = nn.Parameter(weight.new_empty(0, dtype=self._dtype), requires_grad=weight.requires_grad)
+        copy = nn.Parameter(weight.new_empty(0, dtype=self.dtype), requires_grad=weight.requires_grad)
         if copy.requires_grad:
             copy.register_post_accumulate_grad_hook(lambda _: self._add(weight, copy))  # type: ignore[no-untyped-call]
         return copy
@@ -55,18 +61,22 @@ class WorkingCopies:
         if self._is_used or not self._places:
             return
         weights = list(self._places)
+        if not self._views:
+            self._allocate(weights)
+        torch._foreach_copy_(self._views, [weight.data for weight in weights])
+        self._is_used = True  # first, so that ``put_back`` also repairs what an interrupt has left half done
+        self._place(self._copies)
+
+    def _allocate(self, weights: list[nn.Parameter]) -> None:
         # One allocation for all, in which every copy starts at a multiple of 256 bytes.
         sizes = [-(-weight.numel() // 128) * 128 for weight in weights]
-        memory = torch.empty(sum(sizes), dtype=self._dtype, device=weights[0].device)
-        views = [
+        memory = torch.empty(sum(sizes), dtype=self.dtype, device=weights[0].device)
+        self._views = [
             part[: each.numel()].view(each.shape)
             for part, each in zip(torch.split(memory, sizes), weights, strict=True)
         ]
-        torch._foreach_copy_(views, [weight.data for weight in weights])
-        for weight, view in zip(weights, views, strict=True):
+        for weight, view in zip(weights, self._views, strict=True):
             self._copies[weight].data = view
-        self._is_used = True  # first, so that ``put_back`` also repairs what an interrupt has left half done
-        self._place(self._copies)
 
     def put_back(self) -> None:
         """Make the weights the module's parameters again, and free the copies."""
@@ -74,13 +84,35 @@ class WorkingCopies:
             return
         self._place({weight: weight for weight in self._places})
         for copy in self._copies.values():
-            copy.grad, copy.data = None, copy.new_empty(0)
+            copy.grad = None
         self._is_used, self._ready, self._ready_bytes = False, [], 0
+        if not self.keeps_memory:
+            self.free()
+
+    def free(self) -> None:
+        """Free the memory of copies that are not used."""
+        if self._is_used:
+            return
+        self._views = []
+        for copy in self._copies.values():
+            copy.data = copy.new_empty(0)
 
     def _place(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
         for weight, places in self._places.items():
             for part, name in places:
                 part._parameters[name] = parameters[weight]
+
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` is a copy, not a weight that is used as it is."""
+        return parameter in self._owned
+
+    def give(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        """Add gradients of copies that were not computed by torch's backward pass."""
+        for weight, copy in self._copies.items():
+            if copy in gradients:
+                copy.grad = gradients[copy]
+                self._ready.append((weight, copy))
+        self.collect()
 
     def _add(self, weight: nn.Parameter, copy: nn.Parameter) -> None:
         assert copy.grad is not None, "a hook that is called when it has one"

@@ -37,6 +37,9 @@ _SAMPLED_BYTES = 28
 BUCKET_BYTES = 1 << 29
 """Averages in one bucket of ``learner/streamed_averages.py``, of which three are in flight."""
 
+GRAPHS_SHARE = 0.1
+"""Of the device's memory, what the recorded passes of the learner may need at most (``learner.cuda_graphs``)."""
+
 
 @dataclass(frozen=True)
 class ModelSize:
@@ -90,7 +93,7 @@ class ModelSize:
         every = [each.numel() for each in model.parameters()]
         of_vision = vision_parameter_names(model)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        head = model.get_output_embeddings()
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
         return cls(
             num_parameters=sum(every),
             num_root_parameters=sum(every) - in_layers,
@@ -107,7 +110,7 @@ class ModelSize:
             ),
             num_vision_parameters=sum(each.numel() for name, each in model.named_parameters() if name in of_vision),
             vision_values=_vision_values(model.config) if of_vision else 0,
-            num_head_parameters=0 if head.weight is model.get_input_embeddings().weight else head.weight.numel(),
+            num_head_parameters=0 if head is None or head.weight is embedding else head.weight.numel(),
         )
 
     def adapter_parameters(self, rank: int, targets: Collection[str]) -> int:

@@ -148,35 +148,64 @@ class PackedAttention(Protocol):
 
 
 def packed_attention(segments: Segments, device: torch.device, dtype: torch.dtype) -> PackedAttention:
-    # The variable-length kernel supports only half precision.
-    has_kernel = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    return VarlenAttention(segments, device) if has_kernel else BucketedAttention(segments, device)
+    if has_varlen_kernel(device, dtype):
+        return VarlenAttention(AttentionTables.of(segments, device))
+    return BucketedAttention(segments, device)
+
+
+def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """The variable-length kernel supports only half precision."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+class AttentionTables(NamedTuple):
+    """The segments of a pack as tensors on its device, with the keys of a shared prefix copied once per segment."""
+
+    query_starts: Tensor
+    """Of every segment, and the end of the last one."""
+    key_starts: Tensor
+    longest_query: int
+    longest_key: int
+    key_places: Tensor | None = None
+    """The tokens whose keys are copied; None if no segment has a prefix."""
+    copies: Copies | None = None
+
+    @classmethod
+    def of(cls, segments: Segments, device: torch.device) -> AttentionTables:
+        key_lengths = segments.lengths + segments.prefix_lengths
+        tensors = [cumulative(segments.lengths), cumulative(key_lengths)]
+        if segments.prefix_lengths.any():
+            tensors += [torch.from_numpy(segments.all_key_places()), *segments.copies()]
+        query_starts, key_starts, *places = upload(tensors, device)
+        longest = int(segments.lengths.max()), int(key_lengths.max())
+        if not places:
+            return cls(query_starts, key_starts, *longest)
+        return cls(query_starts, key_starts, *longest, places[0], Copies(*places[1:]))
+
+    def repeated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all segments, one segment after the other."""
+        if self.key_places is None or self.copies is None:
+            return key, value
+        return repeat_prefixes(key, self.key_places, self.copies), repeat_prefixes(value, self.key_places, self.copies)
 
 
 class VarlenAttention:
-    """On CUDA: torch's variable-length kernel. Keys of a shared prefix are copied once per segment."""
+    """On CUDA: torch's variable-length kernel."""
 
-    def __init__(self, segments: Segments, device: torch.device) -> None:
-        key_lengths = segments.lengths + segments.prefix_lengths
-        self._longest_query, self._longest_key = int(segments.lengths.max()), int(key_lengths.max())
-        tensors = [_cumulative(segments.lengths), _cumulative(key_lengths)]
-        if segments.prefix_lengths.any():
-            tensors += [torch.from_numpy(segments.all_key_places()), *segments.copies()]
-        self._query_starts, self._key_starts, *places = upload(tensors, device)
-        self._key_places = places[0] if places else None
-        self._copies = Copies(*places[1:]) if places else None
+    def __init__(self, tables: AttentionTables) -> None:
+        self._tables = tables
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int) -> Tensor:
-        if self._key_places is not None and self._copies is not None:
-            key, value = (repeat_prefixes(each, self._key_places, self._copies) for each in (key, value))
+        tables = self._tables
+        key, value = tables.repeated(key, value)
         output = _varlen_attention()(
             query,
             key,
             value,
-            self._query_starts,
-            self._key_starts,
-            self._longest_query,
-            self._longest_key,
+            tables.query_starts,
+            tables.key_starts,
+            tables.longest_query,
+            tables.longest_key,
             scale=scale,
             window_size=(window - 1 if window else -1, 0),
         )
@@ -338,5 +367,6 @@ def _attend(
     return output[None], None
 
 
-def _cumulative(lengths: NDArray[np.int64]) -> Tensor:
+def cumulative(lengths: NDArray[np.int64]) -> Tensor:
+    """Where parts of these lengths begin, and the end of the last one, as the kernel needs it."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))

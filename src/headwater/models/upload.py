@@ -31,6 +31,14 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return views(staged.to(device, non_blocking=True), tensors)
 
 
+def upload_into(memory: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy ``tensors`` to ``memory``, which is bytes on a device, to where ``views`` finds them."""
+    staged = torch.empty(memory.shape, dtype=torch.uint8, pin_memory=memory.is_cuda)
+    for place, tensor in zip(views(staged, tensors), tensors, strict=True):
+        place.copy_(tensor)
+    memory.copy_(staged, non_blocking=True)
+
+
 def num_bytes(tensors: Sequence[Tensor]) -> int:
     """The memory that ``views`` needs for ``tensors``."""
     return sum(_aligned(each.nbytes) for each in tensors)

@@ -32,7 +32,7 @@ from headwater.engine.engine import GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SHARED_FRACTION, free_bytes
 from headwater.engine.virtual_memory import is_supported
 from headwater.models.device import available_ram, resolve_device
-from headwater.models.memory_sizes import ModelSize, RunSizes
+from headwater.models.memory_sizes import GRAPHS_SHARE, ModelSize, RunSizes
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +337,15 @@ def planned(config: Config, plan: MemoryPlan | None) -> Config:
     if plan.ways["optimizer"] == STREAMED:
         learner = replace(learner, offload_optimizer=True)
     learner = replace(learner, convert_at_once=learner.convert_at_once and plan.converts_at_once)
+    if not _has_room_for_graphs(plan):
+        learner = replace(learner, cuda_graphs="off")
     return replace(config, engine=engine, learner=learner)
+
+
+def _has_room_for_graphs(plan: MemoryPlan) -> bool:
+    """Whether the learner can record its passes: parameters keep their addresses, and there is memory to spare."""
+    device = plan.budget.device
+    return plan.ways["parameters"] == RESIDENT and plan.peak + plan.budget.reserve + GRAPHS_SHARE * device <= device
 
 
 def describe_plan(plan: MemoryPlan) -> str:

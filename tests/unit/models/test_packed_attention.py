@@ -28,7 +28,7 @@ from headwater.core.errors import ModelError
 from headwater.learner.engine import ForwardEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.models import packed_attention
-from headwater.models.packed_attention import Segments, VarlenAttention, repeat_prefixes, use_packed_attention
+from headwater.models.packed_attention import AttentionTables, Segments, repeat_prefixes, use_packed_attention
 from headwater.rollout.group import pad_trajectories
 
 SHAPE: dict[str, Any] = {
@@ -149,5 +149,5 @@ def test_the_gradient_of_repeated_prefixes_is_that_of_indexing(samples: list[lis
 
 
 def test_a_pack_without_shared_prompts_repeats_nothing() -> None:
-    assert VarlenAttention(shared_prompts([[3], [4]]), torch.device("cpu"))._key_places is None
-    assert VarlenAttention(shared_prompts([[3], [4, 1]]), torch.device("cpu"))._key_places is not None
+    assert AttentionTables.of(shared_prompts([[3], [4]]), torch.device("cpu")).key_places is None
+    assert AttentionTables.of(shared_prompts([[3], [4, 1]]), torch.device("cpu")).key_places is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -225,6 +226,16 @@ def test_the_cache_of_a_roomy_gpu_is_the_one_without_a_plan(seven):
     assert plan.kv_cache == pytest.approx(0.4 * left, rel=0.01)
     assert plan.converts_at_once, "adapters have working copies too"
     assert planned(config, plan).learner.convert_at_once
+
+
+def test_passes_are_recorded_only_if_weights_stay_and_memory_is_left(seven):
+    roomy, config = plan_of(seven, CHECKPOINTED, "lora.rank=16")
+    assert planned(config, roomy).learner.cuda_graphs == "auto"
+    moving, config = plan_of(seven, CHECKPOINTED, "learner.residency=[parameters]")
+    assert moving.ways["parameters"] != "resident"
+    assert planned(config, moving).learner.cuda_graphs == "off"
+    full = replace(roomy, budget=replace(roomy.budget, device=roomy.peak + roomy.budget.reserve))
+    assert planned(config, full).learner.cuda_graphs == "off"
 
 
 LEFT_OUT = ("weights", "activations", "graphs")

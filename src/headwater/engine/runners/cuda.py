@@ -36,6 +36,7 @@ from headwater.engine.rows import DecodeRows
 from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds
+from headwater.models.capture import capturing
 from headwater.models.precision import wide_linear
 
 T = TypeVar("T")
@@ -217,12 +218,9 @@ class CudaRunner(Runner):
         """A graph of ``step``, and what ``step`` returned: tensors to which every replay writes."""
         with self._idle_rows(num_rows):
             step()  # compiles kernels, which is not possible during a capture
-            torch.cuda.synchronize()
+            self.synchronize()
             graph = torch.cuda.CUDAGraph()
-            # Other threads, for example a learner's, may use the device during the capture.
-            with torch.cuda.graph(
-                graph, pool=self._graph_memory, stream=self._stream, capture_error_mode="thread_local"
-            ):
+            with capturing(graph, pool=self._graph_memory, stream=self._stream):
                 made = step()
         self._graph_memory = graph.pool()
         return graph, made
