@@ -137,7 +137,7 @@ class Prompts:
         self._num_computing = 0
         self._held: list[EngineSequence] = []
         self._is_holding = False
-        self._last_prompt: tuple[int, ...] = ()
+        self._last_prompt: tuple[tuple[int, ...], Media] = (), ()
         self._last_key = b""
         """The key of ``_last_prompt``."""
 
@@ -170,11 +170,12 @@ class Prompts:
 
     def _key(self, sequence: EngineSequence) -> bytes:
         """See ``PromptJob.key``. Samples of a prompt arrive one after the other and share its tokens."""
-        prompt = sequence.request.input_tokens
-        if sequence.tokens or sequence.request.media:
+        if sequence.tokens:
             return sequence.all_tokens().tobytes()
-        if prompt is not self._last_prompt:
-            self._last_prompt, self._last_key = prompt, sequence.all_tokens().tobytes()
+        tokens, media = self._last_prompt
+        if sequence.request.input_tokens is not tokens or sequence.request.media is not media:
+            self._last_prompt = sequence.request.input_tokens, sequence.request.media
+            self._last_key = sequence.all_tokens().tobytes()
         return self._last_key
 
     def add_again(self, sequence: EngineSequence, key: bytes) -> None:
