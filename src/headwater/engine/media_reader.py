@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -86,6 +87,14 @@ def _is_done(check: Future[Future[None]]) -> bool:
     return check.done() and (check.cancelled() or check.exception() is not None or check.result().done())
 
 
+def _are(last: Sequence[tuple[ref[MediaContent], object]], media: Media) -> bool:
+    """Whether these are the same objects, so that nothing needs to be checked again."""
+    if len(last) != len(media):
+        return False
+    pairs = zip(last, media, strict=True)
+    return all(content() is item.content and blocks is item.blocks for (content, blocks), item in pairs)
+
+
 def _has_failed(check: Future[Future[None]]) -> bool:
     if not _is_done(check):
         return False
@@ -133,8 +142,8 @@ class MediaReader:
         """For pictures that were read and dropped before their turn: they do not wait behind new ones."""
         self._known: OrderedDict[str, Future[None]] = OrderedDict()
         """By digest, only of contents whose digest is right."""
-        self._last: tuple[Media, Sequence[Future[Future[None]]]] = (), ()
-        """Media of a request and their checks. The samples of a prompt share both."""
+        self._last: tuple[list[tuple[ref[MediaContent], object]], Sequence[Future[Future[None]]]] = [], ()
+        """Contents and blocks of a request, and their checks. The samples of a prompt share all of them."""
         self._lock = threading.Lock()
 
     def check(self, request: ModelRequest) -> None:
@@ -152,14 +161,14 @@ class MediaReader:
         def is_done(_: Future[Any]) -> None:
             on_done()
 
-        media, known = self._last
-        if media is request.media and not any(map(_has_failed, known)):
+        last, known = self._last
+        if _are(last, request.media) and not any(map(_has_failed, known)):
             # Whoever began them is told when they are done, and looks at all requests.
             return Reading(request, known)
         checks = [self._submit(self._checked, item, is_done) for item in request.media]
         for check in checks:
             check.add_done_callback(is_done)
-        self._last = request.media, checks
+        self._last = [(ref(item.content), item.blocks) for item in request.media], checks
         return Reading(request, checks)
 
     def read(self, request: ModelRequest) -> None:

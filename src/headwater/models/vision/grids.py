@@ -80,7 +80,9 @@ def _layout(grid: Grid, shape: GridShape) -> PatchLayout:
     by_token = (height // merge, merge, width // merge, merge)
     place = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"))
     place = place.reshape(2, *by_token).transpose(0, 1, 3, 2, 4).reshape(2, -1)
-    tokens = np.stack(np.meshgrid(*map(np.arange, (num_frames, by_token[0], by_token[2])), indexing="ij")).reshape(3, -1)
+    tokens = np.stack(np.meshgrid(*map(np.arange, (num_frames, by_token[0], by_token[2])), indexing="ij")).reshape(
+        3, -1
+    )
     frames = np.full(num_frames, height * width)
     order, windows = np.arange(tokens.shape[1]), frames
     if shape.window_tokens:
