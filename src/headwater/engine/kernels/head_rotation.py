@@ -46,7 +46,7 @@ def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, num_rotated: int) -> Non
     assert num_rotated <= num_heads, f"{num_rotated} of {num_heads} heads"
     assert qkv.stride()[1:] == (head_dim, 1), "qkv's rows must be contiguous"
     assert cos.shape == sin.shape == (num_rows, half), f"cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}"
-    assert cos.is_contiguous() and sin.is_contiguous(), "cos and sin must be contiguous"
+    assert cos.stride() == sin.stride() == (half, 1), "cos and sin must be contiguous"
     heads_pad, half_pad = triton.next_power_of_2(num_rotated), triton.next_power_of_2(half)
     _rotate_heads[(num_rows,)](
         qkv,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class PatchProjection(nn.Conv3d):
-    """A convolution over patches that are exactly as large as its kernel, ``[patches, channels, frames, height, width]``.
+    """A convolution over ``[patches, channels, frames, height, width]``, all of which are as large as its kernel.
 
     Names and shapes of its parameters are those of the convolution.
     """
