@@ -245,6 +245,8 @@ class EngineLoop:
                 self._enter(sequence)
             else:
                 self._end_with(sequence, error)
+        if self.runner.media is not None and not self.is_paused and not self._cannot_run:
+            self.runner.media.prepare(self._unread.read_media())
 
     def _enter(self, sequence: EngineSequence) -> None:
         if sequence.request.sampling.prompt_logprobs:

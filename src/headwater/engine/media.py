@@ -6,7 +6,7 @@ share the features of a picture. The weights of the tower may change: then every
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.byte_cache import ByteCache
-from headwater.core.media import MediaContent
+from headwater.core.media import MediaContent, PlacedMedia
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.media_reader import Inputs, MediaFailed, MediaReader
 from headwater.engine.rows import upload
@@ -26,6 +26,8 @@ CACHE_BYTES = 512 * 2**20
 _CPU_TOWER_NUMBERS, _GPU_TOWER_NUMBERS = 8 * 2**20, 80 * 2**20
 """Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger. On a GPU
 these are the pictures of one batch of prompts: 34 of 512 tokens."""
+_AHEAD_TOKENS = 4096
+"""How many tokens pictures must have to be computed before their requests have entered: eight pictures of 512."""
 GPU_MEDIA_BYTES = CACHE_BYTES + 36 * _GPU_TOWER_NUMBERS
 """Device memory to leave for media: the cache, and the pass of a tower over one batch. In half precision, a layer of
 Qwen2.5-VL's tower needs about 30 bytes for every number of the pictures."""
@@ -81,12 +83,38 @@ class MediaEncoder:
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self._one_by_one = deterministic
         self._max_numbers = _GPU_TOWER_NUMBERS if self._device.type == "cuda" else _CPU_TOWER_NUMBERS
+        self._refused: set[str] = set()
+        """What could not be prepared the last time: it is not tried again until it is needed."""
         self.cache: ByteCache[str, MediaFeatures] = ByteCache(max_bytes, feature_bytes)
 
     def forget(self) -> None:
         """The weights of the tower have changed, or leave the device."""
         self.cache.clear()
         self._tower.weights_changed()
+
+    @torch.inference_mode()
+    def prepare(self, media: Iterable[PlacedMedia]) -> None:
+        """Compute features that will soon be needed, if there are enough of them for a pass.
+
+        A GPU then works while other pictures are still being read.
+        """
+        new: dict[str, MediaContent] = {}
+        num_tokens = num_bytes = 0
+        for item in media:
+            digest = item.content.digest
+            features = self.cache.get(digest)
+            if features is not None:
+                num_bytes += feature_bytes(features)
+            elif digest not in new and digest not in self._refused:
+                new[digest] = item.content
+                num_tokens += item.num_tokens
+        # More than that might be dropped before it is used.
+        if num_tokens < _AHEAD_TOKENS or 2 * num_bytes > self.cache.max_bytes:
+            return
+        try:
+            self._features(new)
+        except MediaFailed:
+            self._refused = set(new)  # the requests that need them will be told
 
     @torch.inference_mode()
     def inputs(self, media: BatchMedia) -> MediaInputs:

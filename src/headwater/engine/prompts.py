@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.media import Media
+from headwater.core.media import Media, PlacedMedia
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.sequence import EngineSequence
 
@@ -335,7 +335,7 @@ class UnreadRequests:
         Each is removed after the caller has processed it, so that it fails with the others if this fails.
         """
         self.has_news = False  # before looking: what is read from now on is news
-        read = list(filter(_is_read, self._sequences))
+        read = self._read()
         if not read or self._waits(read):
             return
         self._deadline = None
@@ -343,11 +343,32 @@ class UnreadRequests:
             yield sequence
             del self._sequences[sequence]
 
+    def read_media(self) -> Iterator[PlacedMedia]:
+        """What has been read for requests that still wait for others. Samples of a prompt share it."""
+        if self._deadline is None:
+            return
+        seen: set[int] = set()
+        for sequence in self._read():
+            assert sequence.reading is not None
+            if id(sequence.reading.checks) not in seen and sequence.reading.error() is None:
+                yield from sequence.request.media
+            seen.add(id(sequence.reading.checks))
+
+    def _read(self) -> list[EngineSequence]:
+        read, is_done = [], dict[int, bool]()
+        for sequence in self._sequences:
+            checks = id(None if sequence.reading is None else sequence.reading.checks)
+            if checks not in is_done:  # the samples of a prompt share them
+                is_done[checks] = _is_read(sequence)
+            if is_done[checks]:
+                read.append(sequence)
+        return read
+
     def _waits(self, read: list[EngineSequence]) -> bool:
         if len(read) == len(self._sequences):
             return False
         # The samples of a prompt are computed together.
-        prompts = {id(each.request.media): len(each.request.input_tokens) for each in read}
+        prompts = {id(each.request.input_tokens): len(each.request.input_tokens) for each in read}
         if sum(prompts.values()) >= self._enough_tokens:
             return False
         if self._deadline is None:

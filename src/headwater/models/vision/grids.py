@@ -73,16 +73,15 @@ class PatchLayout:
         return places
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _layout(grid: Grid, shape: GridShape) -> PatchLayout:
     num_frames, height, width = grid
     merge = shape.merge_size
     by_token = (height // merge, merge, width // merge, merge)
     place = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"))
     place = place.reshape(2, *by_token).transpose(0, 1, 3, 2, 4).reshape(2, -1)
-    tokens = np.stack(np.meshgrid(*map(np.arange, (num_frames, by_token[0], by_token[2])), indexing="ij")).reshape(
-        3, -1
-    )
+    token_grid = num_frames, by_token[0], by_token[2]
+    tokens = np.stack(np.meshgrid(*map(np.arange, token_grid), indexing="ij")).reshape(3, -1)
     frames = np.full(num_frames, height * width)
     order, windows = np.arange(tokens.shape[1]), frames
     if shape.window_tokens:
