@@ -138,11 +138,10 @@ class PackedTower:
         if self._device.type == "cuda" and not all(each.is_pinned() for each in pixels):
             pixels = upload(pixels, self._device)
         uploaded = [each.to(self._device, non_blocking=True) for each in pixels]
-        # The bytes of neighbours of one kind become numbers together.
+        # The bytes of neighbours of one kind become numbers together. A single frame is shorter than others.
+        kinds = [(kind_of(each), own.dtype, own.shape[1]) for each, own in zip(inputs, uploaded, strict=True)]
         parts = []
-        for (kind, dtype), group in groupby(
-            range(len(inputs)), lambda place: (kind_of(inputs[place]), pixels[place].dtype)
-        ):
+        for (kind, dtype, _), group in groupby(range(len(kinds)), kinds.__getitem__):
             part = torch.cat([uploaded[place] for place in group])
             is_level = dtype == torch.uint8
             parts.append(self._family.patches[kind].values(part, self._tables[kind]) if is_level else part)
