@@ -112,10 +112,11 @@ class _TowerInputs(VisionProcessor):
         super().__init__(processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES)
         self._dtype = dtype
         self._device = device
-        self._make = processor.family.level_inputs if as_levels else processor.family.inputs  # type: ignore[attr-defined]
+        self._as_levels = as_levels
 
     def _made(self, content: MediaContent) -> dict[str, Tensor]:
-        made: dict[str, Tensor] = self._make(content)
+        family: Any = self.family
+        made: dict[str, Tensor] = family.level_inputs(content) if self._as_levels else family.inputs(content)
         for name in [each for each in made if each.startswith("pixel_")]:
             if made[name].is_floating_point():
                 made[name] = made[name].to(self._dtype or made[name].dtype)

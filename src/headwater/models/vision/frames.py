@@ -114,10 +114,8 @@ class PatchMaker:
     def values(self, levels: Tensor, table: Tensor) -> Tensor:
         """``[patches, values]`` of ``levels``, in the type of ``table``, which is on the same device."""
         by_colour = levels.view(len(levels), 3, -1, self._patch**2)
-        index = (
-            by_colour.int()
-            + torch.arange(0, table.numel(), 256, dtype=torch.int32, device=levels.device)[:, None, None]
-        )
+        first = torch.arange(0, table.numel(), 256, dtype=torch.int32, device=levels.device)
+        index = by_colour.int() + first[:, None, None]
         values = table.flatten().index_select(0, index.flatten()).view(by_colour.shape)
         return values.expand(-1, -1, self.group, -1).reshape(len(levels), -1)
 
