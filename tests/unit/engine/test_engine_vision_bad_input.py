@@ -24,7 +24,7 @@ from headwater.core.errors import RequestError, RolloutFailed
 from headwater.core.media import MediaBlock, MediaContent
 from headwater.engine.engine import Engine
 from headwater.engine.media_reader import MediaReader
-from headwater.models.vision import VisionTower
+from headwater.engine.tower import PackedTower
 
 NAME = "qwen2_5_vl"
 GOOD = asking(NAME, [picture(1)])
@@ -169,14 +169,14 @@ def test_pixels_are_read_only_after_the_blocks_were_compared(engine, monkeypatch
 
 def test_a_picture_that_failed_once_is_read_again(engine, monkeypatch):
     family, errors = type(processor_of(NAME).family), [MemoryError("for a moment")]
-    inputs = family.inputs
+    inputs = family.level_inputs
 
     def failing(own, content):
         if errors:
             raise errors.pop()
         return inputs(own, content)
 
-    monkeypatch.setattr(family, "inputs", failing)
+    monkeypatch.setattr(family, "level_inputs", failing)
     request = with_content(picture(40))
     with pytest.raises(RequestError, match="cannot be read: MemoryError: for a moment"):
         engine.generate([request])
@@ -202,8 +202,9 @@ def test_tensors_of_a_picture_are_made_once_for_its_turn(monkeypatch):
         made = []
         processor = engine._media.processor
         monkeypatch.setattr(processor._cache, "max_bytes", 0)
-        inputs = processor.family.inputs
-        monkeypatch.setattr(type(processor.family), "inputs", lambda _, content: made.append(1) or inputs(content))
+        inputs = processor.family.level_inputs
+        counted = lambda _, content: made.append(1) or inputs(content)  # noqa: E731
+        monkeypatch.setattr(type(processor.family), "level_inputs", counted)
         engine.generate([with_content(picture(42))])
         assert len(made) == 2
 
@@ -217,14 +218,14 @@ def test_a_picture_that_is_too_much_for_the_tower_fails_its_requests_alone(score
     bad = [asking(NAME, [picture(1), large], key, prompt_logprobs=scores) for key in (5, 6)]
     with running(NAME) as engine:
         expected = [each.output_tokens for each in engine.generate(good)]
-    of_inputs = VisionTower.of_inputs
+    of_inputs = PackedTower.of_inputs
 
     def limited(tower, inputs):
-        if any(len(each["pixel_values"]) > 16 for each in inputs):
+        if any(len(each["pixel_levels"]) > 16 for each in inputs):
             raise torch.OutOfMemoryError("no memory for so many patches")
         return of_inputs(tower, inputs)
 
-    monkeypatch.setattr(VisionTower, "of_inputs", limited)
+    monkeypatch.setattr(PackedTower, "of_inputs", limited)
 
     async def all_of_them(engine):
         return await asyncio.gather(*map(engine.agenerate, [*good, *bad]), return_exceptions=True)
