@@ -303,7 +303,7 @@ class EpisodeState:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = {}
         """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
-        self.begin_late: Callable[[], None] = lambda: None
+        self.begin_late: Callable[[], object] = int
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
     def doing(self, what: str, stage: EpisodeStage = "working") -> Activity:

@@ -144,7 +144,9 @@ class WorkflowExecutor:
             self._dispatcher.notify()
             while not (selection := self._select(num_groups)).is_enough:
                 left_s = max(0.0, self._timeout_s - (clock() - began))  # the limit applies to the whole batch
-                arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s, look=look)
+                # A wave ends as a whole. Otherwise, a group that is too old makes room for another one when it arrives.
+                num_missing = max(1, num_groups - len(self._buffer)) if self.admission.in_waves else 1
+                arrived = self._dispatcher.wait_results(num_missing, progress, hard_limit_s=left_s, look=look)
                 if not arrived:  # nothing runs and nothing can start: the prompts or the rounds are used up
                     selection = self._select(num_groups, may_be_short=True)
                     break
