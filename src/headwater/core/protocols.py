@@ -303,7 +303,7 @@ class EpisodeState:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = {}
         """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
-        self.begin_late: Callable[[], object] = int
+        self.begin_late: Callable[[], None] = _is_not_awaited
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
     def doing(self, what: str, stage: EpisodeStage = "working") -> Activity:
@@ -327,6 +327,10 @@ class EpisodeState:
             return self._rest, "", 0.0
         stage, what, began = newest[0]
         return stage, what, time.monotonic() - began
+
+
+def _is_not_awaited() -> None:
+    """No other episode waits for this one."""
 
 
 class Activity:

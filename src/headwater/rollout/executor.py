@@ -110,7 +110,11 @@ class WorkflowExecutor:
             return [self._dispatch(each) for each in prompts.take(count)]
 
         self._dispatcher.open(draw)
-        return self.wait(self.admission.batch_size)
+        batch = self.wait(self.admission.batch_size)
+        if self.admission.in_waves:  # nothing runs until the learner asks again, so there is time
+            num_next = self.staleness.capacity(self._version + 1)
+            self._tasks.post(lambda: prompts.prepare(max(0, num_next)))
+        return batch
 
     def submit(self, draw: PromptDraw) -> int:
         """Run one prompt as soon as there is capacity. Returns the id of its dispatch."""
