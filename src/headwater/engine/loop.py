@@ -215,8 +215,9 @@ class EngineLoop:
                     abandoned, self._abandoned = self._abandoned, set()
                     self._is_called = False
                     break
-                item = self._inbox[0]
-            self._take(item)
+                items = list(self._inbox)
+            for item in items:
+                self._take(item)
         if abandoned:
             self._read_all()
             self.abort(abandoned.__contains__)
