@@ -8,6 +8,8 @@ computing logits. Each step takes a batch and closes the books as the trainer do
 
 The times are those of each thread, so a busy machine changes them little. ``trainer`` is the thread that takes batches,
 ``rollouts`` runs the episodes and draws prompts, and ``engine`` schedules requests and collects their tokens.
+``rollouts_in_wait`` is the part of ``rollouts`` for which a synchronous trainer waits. The rest, building the prompts of
+the next step, is done while it trains.
 ``--profile rollouts`` or ``--profile engine`` shows the functions of one thread (Python 3.11; slower).
 """
 
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from headwater.config.load import load_config
 from headwater.config.schema import Config
-from headwater.core.interpreter import sharing_interpreter
+from headwater.core.interpreter import collect_young_garbage, sharing_interpreter
 from headwater.data.load import load_dataset
 from headwater.engine.engine import Engine
 from headwater.rollout.executor import WorkflowExecutor
@@ -91,16 +93,23 @@ class Steps:
         assert isinstance(parts.train_rollouts, WorkflowExecutor)
         self._rollouts = parts.train_rollouts
         self._engine = parts.engine
+        self._tasks = parts.tasks
         self._version = 0
+        self.waited_s = 0.0
+        """Processor time of the thread ``rollouts`` while a batch was waited for."""
 
     def run(self, count: int) -> None:
         for _ in range(count):
+            before = clocks()["rollouts"]
             self._rollouts.prepare_batch(self._stream)
+            self.waited_s += clocks()["rollouts"] - before
+            self._tasks.call(lambda: None, "the end of what is done while the learner trains")
             self._version += 1
             self._engine.set_version(self._version)
             self._rollouts.trained(self._version, str)
             self._rollouts.close_books(self._stream.state_dict)
             self._rollouts.set_version(self._version)
+            collect_young_garbage()
 
 
 @contextmanager
@@ -129,9 +138,9 @@ def measure(config: Config, num_steps: int, num_runs: int) -> dict[str, float]:
     with steps_of(config) as (steps, _):
         steps.run(config.rollout.max_staleness + 2)
         for _ in range(num_runs):
-            before = clocks()
+            before = {**clocks(), "rollouts_in_wait": steps.waited_s}
             steps.run(num_steps)
-            after = clocks()
+            after = {**clocks(), "rollouts_in_wait": steps.waited_s}
             runs.append({part: (after[part] - before[part]) / per_run * 1e3 for part in after})
     return {part: statistics.median(run[part] for run in runs) for part in runs[0]}
 

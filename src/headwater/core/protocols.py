@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from headwater.core.capabilities import ALL_TAGS, ALL_UPDATE_MODES, Capabilities, EngineStatus, MemoryTag, UpdateMode
 from headwater.core.errors import RolloutFailed
@@ -17,6 +17,8 @@ from headwater.core.records import Prompt
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, StopReason
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
 
     from headwater.core.new_tokens import NewTokens
@@ -231,6 +233,21 @@ async def generate_aloud(engine: EpisodeEngine, request: ModelRequest) -> ModelR
     )
 
 
+@runtime_checkable
+class JointEngine(Protocol):
+    """An engine that takes many requests in one call, so that its next batch has all of them."""
+
+    def begin(
+        self, requests: Sequence[ModelRequest], answers: Sequence[asyncio.Future[ModelResponse]]
+    ) -> list[Callable[[], None]]:
+        """Start the requests in this order. Their answers arrive in futures of the running event loop.
+
+        A request that is refused fails only its own future. Returns a function for each request that ends it early,
+        for a caller that no longer waits.
+        """
+        ...
+
+
 class RoundSink(Protocol):
     """Takes what an engine generates for many requests. Called on one event loop.
 
@@ -286,12 +303,12 @@ class EpisodeState:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = {}
         """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
-        self.begin_late: Callable[[], None] = lambda: None
+        self.begin_late: Callable[[], None] = _is_not_awaited
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
-    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
+    def doing(self, what: str, stage: EpisodeStage = "working") -> Activity:
         """State what happens inside this block."""
-        return _Doing(self, what, stage)
+        return Activity(self, what, stage)
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
@@ -312,24 +329,42 @@ class EpisodeState:
         return stage, what, time.monotonic() - began
 
 
-class _Doing:
-    """An activity. A class, because thousands of short episodes enter several of these blocks each."""
+def _is_not_awaited() -> None:
+    """No other episode waits for this one."""
 
-    __slots__ = ("_activity", "_stage", "_state", "_what")
+
+class Activity:
+    """What an episode does inside a block. A class without generators, because thousands of short episodes enter
+    several of these blocks each."""
+
+    __slots__ = ("_begun", "_stage", "_state", "_what")
 
     def __init__(self, state: EpisodeState, what: str, stage: EpisodeStage) -> None:
         self._state = state
         self._what = what
-        self._stage = stage
+        self._stage: EpisodeStage = stage
 
-    def __enter__(self) -> None:
-        self._activity = (self._stage, self._what, time.monotonic())
-        self._state._open.append(self._activity)
+    def __enter__(self) -> Activity:
+        self._begin()
+        return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def becomes(self, what: str, stage: EpisodeStage) -> None:
+        """From now on, the block does something else."""
+        self._end()
+        self._what, self._stage = what, stage
+        self._begin()
+
+    def _begin(self) -> None:
+        self._begun = self._stage, self._what, time.monotonic()
+        self._state._open.append(self._begun)
+
+    def _end(self) -> None:
         state, stage = self._state, self._stage
-        state._open.remove(self._activity)
-        state.seconds[stage] = state.seconds.get(stage, 0.0) + time.monotonic() - self._activity[2]
+        state._open.remove(self._begun)
+        state.seconds[stage] = state.seconds.get(stage, 0.0) + time.monotonic() - self._begun[2]
 
 
 @dataclass(frozen=True, slots=True)

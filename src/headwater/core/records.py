@@ -102,6 +102,11 @@ def is_reward(value: Any) -> bool:
     return bool(abs(value) <= MAX_REWARD)
 
 
+def _is_plain_reward(value: Any) -> bool:
+    """Whether ``reward_number`` would return the same object."""
+    return type(value) is float and -MAX_REWARD <= value <= MAX_REWARD
+
+
 def reward_number(value: Any, name: str) -> float:
     """``value`` as a float. Text is refused, even if it looks like a number: it would hide a mistake."""
     if isinstance(value, (str, bytes)):
@@ -123,7 +128,8 @@ class Score:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value", reward_number(self.value, "reward"))
+        if not _is_plain_reward(self.value):
+            object.__setattr__(self, "value", reward_number(self.value, "reward"))
 
 
 class ScorableEpisode(Protocol):
@@ -237,9 +243,18 @@ class Trajectory:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: loss_mask holds values other than 0 and 1")
         if min(compress(self.versions, self.loss_mask), default=0) < 0:
             raise ValueError(f"trajectory {self.uid}#{self.sample}: a trained token has no policy version")
-        name = f"trajectory {self.uid}#{self.sample}: reward"
-        object.__setattr__(self, "reward", reward_number(self.reward, name))
-        object.__setattr__(self, "turn_rewards", tuple(reward_number(each, name) for each in self.turn_rewards))
+        if not _is_plain_reward(self.reward):
+            object.__setattr__(self, "reward", reward_number(self.reward, self._reward_name))
+        if type(self.turn_rewards) is not tuple or self.turn_rewards:
+            self._check_turn_rewards()
+
+    @property
+    def _reward_name(self) -> str:
+        return f"trajectory {self.uid}#{self.sample}: reward"
+
+    def _check_turn_rewards(self) -> None:
+        turn_rewards = tuple(reward_number(each, self._reward_name) for each in self.turn_rewards)
+        object.__setattr__(self, "turn_rewards", turn_rewards)
         if self.turn_rewards and len(self.turn_rewards) != len(self.turn_ends):
             raise ValueError(
                 f"trajectory {self.uid}#{self.sample}: {len(self.turn_rewards)} turn_rewards for "

@@ -159,7 +159,7 @@ def wrong_stop(stops: Sequence[str]) -> str | None:
 def derive_key(*parts: int | str) -> int:
     """Derive a signed 64-bit key, for example ``derive_key(seed, "rollout", uid, sample)``."""
     # Lengths are part of the text, so that ("ab", "c") and ("a", "bc") differ.
-    text = "".join(f"{len(str(part))}:{part}" for part in parts)
+    text = "".join([f"{len(part)}:{part}" for part in map(str, parts)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -40,6 +41,10 @@ class Sampler(Protocol):
     """An endless stream of draws."""
 
     def take(self, count: int) -> list[Draw]: ...
+    def peek(self, count: int) -> list[Draw]:
+        """What ``take`` would return now. The position in the stream does not change."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -75,6 +80,9 @@ class ShufflingSampler:
             else:
                 self._position = stop
         return draws
+
+    def peek(self, count: int) -> list[Draw]:
+        return copy.copy(self).take(count)
 
     @property
     def epoch(self) -> int:
@@ -158,6 +166,11 @@ class MixingSampler:
             draws.append(Draw(self._parts[chosen].start + draw.index, draw.epoch))
             self.counts[chosen] += 1
         return draws
+
+    def peek(self, count: int) -> list[Draw]:
+        ahead = copy.copy(self)
+        ahead._samplers, ahead.counts = [copy.copy(each) for each in self._samplers], list(self.counts)
+        return ahead.take(count)
 
     def state_dict(self) -> dict[str, Any]:
         states = [sampler.state_dict() for sampler in self._samplers]

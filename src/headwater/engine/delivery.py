@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from headwater.core.errors import HeadwaterError, LogitsBroken, RequestError, RolloutFailed, WaitTimeout
 from headwater.core.requests import ModelResponse
@@ -126,11 +127,11 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
-        self._actions: list[Callable[[], object]] = []
+        self._actions: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
 
-    def post(self, action: Callable[[], object]) -> None:
+    def post(self, action: Callable[..., object], *arguments: Any) -> None:
         with self._lock:
-            self._actions.append(action)
+            self._actions.append((action, arguments))
             is_first = len(self._actions) == 1
         # The event loop takes everything in the mailbox at once, so only the first callback has to wake it.
         if is_first:
@@ -140,9 +141,9 @@ class Mailbox:
     def _empty(self) -> None:
         with self._lock:
             actions, self._actions = self._actions, []
-        for action in actions:
+        for action, arguments in actions:
             try:
-                action()
+                action(*arguments)
             except Exception as error:  # noqa: BLE001  the other callbacks belong to other callers and must still run
                 self._loop.call_exception_handler(
                     {"message": "a result of the engine could not be delivered", "exception": error}

@@ -24,7 +24,7 @@ from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
 from headwater.core.interpreter import garbage_put_off, settle_garbage
 from headwater.core.protocols import EngineLimits, RoundSink, WeightUpdate
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingFeature
-from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, settle, wait_for
+from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, wait_for
 from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
@@ -224,16 +224,17 @@ class Engine:
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         """Generate the response to one request. There is no time limit; cancelling the call ends the request."""
         answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        mailbox = self._mailboxes.of_running_loop()
-
-        def on_end(_: int, ended: EngineSequence) -> None:
-            mailbox.post(lambda: settle(answer, ended))
-
-        entered = self._intake.enter([request], on_end)
+        (leave,) = self.begin([request], [answer])
         try:
             return await answer
         finally:
-            self._intake.leave(entered)
+            leave()
+
+    def begin(
+        self, requests: Sequence[ModelRequest], answers: Sequence[asyncio.Future[ModelResponse]]
+    ) -> list[Callable[[], None]]:
+        """Generate the responses to many requests, which enter the next batch together (``JointEngine``)."""
+        return self._intake.begin(requests, answers, self._mailboxes.of_running_loop())
 
     async def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """Yield new tokens as they are generated. Closing the generator early ends the request."""
@@ -241,12 +242,11 @@ class Engine:
         arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
         def on_delta(delta: Delta) -> None:
-            mailbox.post(lambda: arrived.put_nowait(delta))
+            mailbox.post(arrived.put_nowait, delta)
 
         def on_end(_: int, ended: EngineSequence) -> None:
             if ended.error is not None:
-                failure = failure_of(ended)
-                mailbox.post(lambda: arrived.put_nowait(failure))
+                mailbox.post(arrived.put_nowait, failure_of(ended))
 
         entered = self._intake.enter([request], on_end, on_delta)
         try:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from headwater.core.errors import QueueFull, RequestError
+from headwater.core.errors import QueueFull, RequestError, RolloutFailed
 from headwater.core.new_tokens import NewTokens
 from headwater.core.protocols import RoundSink
-from headwater.core.requests import Delta, ModelRequest, SamplingParams, wrong_stop
-from headwater.engine.delivery import Mailbox, failure_of
+from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
+from headwater.engine.delivery import Mailbox, failure_of, settle
 from headwater.engine.grammar import Grammars
 from headwater.engine.guides import Guide
 from headwater.engine.loop import EngineLoop
@@ -122,19 +123,23 @@ class Intake:
         model_name: str,
     ) -> None:
         """``media`` is ``None`` for a model that takes only text."""
-        self.num_open = 0
-        """Number of requests that wait or run."""
         self._loop = loop
         self._limits = limits
         self._grammars = grammars
         self._max_queue = max_queue
-        self._end_token_ids = end_token_ids
+        self._end_token_ids = tuple(dict.fromkeys(end_token_ids))
         self._media = media
         self._model_name = model_name
         self._last_checked: tuple[tuple[int, ...], SamplingParams | None] = (), None
         """Tokens and settings of a request. The samples of a prompt share them, and they are checked once."""
         self._numbers = itertools.count()
+        self._num_accepted = 0
         self._lock = threading.Lock()
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that wait or run."""
+        return self._num_accepted - self._loop.num_ended
 
     def check(self, request: ModelRequest) -> None:
         tokens, sampling = self._last_checked
@@ -181,6 +186,43 @@ class Intake:
             raise
         return entered
 
+    def begin(
+        self, requests: Sequence[ModelRequest], answers: Sequence[asyncio.Future[ModelResponse]], mailbox: Mailbox
+    ) -> list[Callable[[], None]]:
+        """Accept each of ``requests`` or fail its future. Those that are accepted enter at once, in this order.
+
+        Returns a function for each request that abandons it.
+        """
+        opened: list[EngineSequence] = []
+        waiting: list[asyncio.Future[ModelResponse]] = []
+        leaving: list[Callable[[], None]] = []
+        for request, answer in zip(requests, answers, strict=True):
+            try:
+                sequence = self._accept(request, partial(mailbox.post, settle, answer))
+            except Exception as refusal:  # noqa: BLE001  it belongs to the caller that waits for this answer
+                answer.set_exception(refusal)
+                leaving.append(_leave_nothing)
+            else:
+                opened.append(sequence)
+                waiting.append(answer)
+                leaving.append(partial(self.leave, (sequence,)))
+        try:
+            self._loop.add(opened)
+        except RolloutFailed as failure:  # the engine has stopped
+            self._free(len(opened))
+            for answer in waiting:
+                answer.set_exception(failure)
+        return leaving
+
+    def _accept(self, request: ModelRequest, on_end: Callable[[EngineSequence], None]) -> EngineSequence:
+        self.check(request)
+        self._reserve(1)
+        try:
+            return self._open(request, on_end, None, None)
+        except BaseException:
+            self._free(1)
+            raise
+
     def leave(self, sequences: Sequence[EngineSequence]) -> None:
         """The caller no longer waits: abandon the sequences that have not ended. Returns without waiting for that."""
         left = [each for each in sequences if each.stop_reason is None and each.error is None]
@@ -195,22 +237,22 @@ class Intake:
         following: Following | None,
     ) -> EngineSequence:
         """Create the sequence that the loop runs for ``request``."""
-        own_ends = () if request.sampling.ignore_end else self._end_token_ids
-
-        def ended(sequence: EngineSequence) -> None:
-            self._free(1)
-            on_end(sequence)
-
         return EngineSequence(
             request,
-            stop_ids=tuple(dict.fromkeys((*own_ends, *request.sampling.stop_token_ids))),
+            stop_ids=self._stop_ids(request.sampling),
             order=next(self._numbers),
-            on_end=ended,
+            on_end=on_end,
             on_delta=on_delta,
             following=following,
             guide=self._guide(request) if request.sampling.uses_guide else None,
             reading=self._read(request),
         )
+
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        if not sampling.stop_token_ids and not sampling.ignore_end:
+            return self._end_token_ids
+        own_ends = () if sampling.ignore_end else self._end_token_ids
+        return tuple(dict.fromkeys((*own_ends, *sampling.stop_token_ids)))
 
     def _read(self, request: ModelRequest) -> Reading | None:
         if self._media is None or not request.media:
@@ -229,11 +271,16 @@ class Intake:
                     f"cannot queue {num_requests} more requests: {self.num_open} are already waiting or running and "
                     f"engine.max_queue = {self._max_queue}; send fewer at a time, retry later, or raise the limit"
                 )
-            self.num_open += num_requests
+            self._num_accepted += num_requests
 
     def _free(self, num_requests: int) -> None:
+        """Give up places of requests that did not enter the loop."""
         with self._lock:
-            self.num_open -= num_requests
+            self._num_accepted -= num_requests
+
+
+def _leave_nothing() -> None:
+    """A request that was refused has nothing to abandon."""
 
 
 _feeds = itertools.count(1)
@@ -251,7 +298,7 @@ class EngineFollower:
 
     def enter(self, number: int, request: ModelRequest) -> None:
         def on_end(_: int, ended: EngineSequence) -> None:  # on the engine's thread, after the last tokens
-            self._mailbox.post(lambda: self._end(number, ended))
+            self._mailbox.post(self._end, number, ended)
 
         following = Following(self._feed, number, self._put)
         [self._open[number]] = self._intake.enter([request], on_end, following=following)
@@ -262,7 +309,7 @@ class EngineFollower:
             self._intake.leave([sequence])
 
     def _put(self, new: NewTokens) -> None:
-        self._mailbox.post(lambda: self._sink.take(new))
+        self._mailbox.post(self._sink.take, new)
 
     def _end(self, number: int, ended: EngineSequence) -> None:
         del self._open[number]

@@ -65,6 +65,8 @@ class EngineLoop:
         self.num_finished = 0
         self.num_aborted = 0
         self.num_failed = 0
+        self.num_ended = 0
+        """Sequences that left the loop, for whatever reason."""
         self._tokenizer = tokenizer
         self._stop_tables = StopTables(tokenizer, scheduler.lanes)
         self._scoring = PromptScoring(
@@ -213,8 +215,9 @@ class EngineLoop:
                     abandoned, self._abandoned = self._abandoned, set()
                     self._is_called = False
                     break
-                item = self._inbox[0]
-            self._take(item)
+                items = list(self._inbox)
+            for item in items:
+                self._take(item)
         if abandoned:
             self._read_all()
             self.abort(abandoned.__contains__)
@@ -433,7 +436,7 @@ class EngineLoop:
     def _end_with(self, sequence: EngineSequence, error: Exception | None) -> None:
         sequence.error = error
         self.num_failed += 1
-        sequence.on_end(sequence)
+        self._tell(sequence)
 
     def _cut(self, lane: int) -> int:
         """Remove the tokens that were sampled after the end of a response. Returns their number."""
@@ -465,7 +468,11 @@ class EngineLoop:
         sequence.stop_reason = reason
         self.num_finished += reason != "abort"
         sequence.stream()
-        sequence.on_end(sequence)
+        self._tell(sequence)
+
+    def _tell(self, ended: EngineSequence) -> None:
+        self.num_ended += 1  # before: a caller that hears of the end may send another request
+        ended.on_end(ended)
 
     # Called by commands, on the engine's thread, with nothing queued on the device.
 
@@ -523,6 +530,6 @@ class EngineLoop:
         left += [*self._scoring.waiting, *self._unread]
         for sequence in dict.fromkeys(left):  # a sequence that failed while it was added may occur twice
             sequence.error = error
-            sequence.on_end(sequence)
+            self._tell(sequence)
         for command in commands:
             command.fail(error)

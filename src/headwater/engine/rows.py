@@ -238,9 +238,13 @@ class DecodeRows:
 
     def _set_lists(self, table: Tensor, rows: Tensor, lists: Sequence[Sequence[int]]) -> None:
         """Write each list to its row, cut to the width of the table and padded with -1."""
-        values = np.full((len(lists), table.shape[1]), -1, np.int64)
-        for place, each in enumerate(lists):
-            values[place, : len(each)] = each[: table.shape[1]]
+        width = table.shape[1]
+        values = np.full((len(lists), width), -1, np.int64)
+        if all(each is lists[0] for each in lists):  # usually the end tokens of the model
+            values[:, : len(lists[0])] = lists[0][:width]
+        else:
+            for place, each in enumerate(lists):
+                values[place, : len(each)] = each[:width]
         table[rows] = upload(torch.from_numpy(values), self.device)
 
     def _state(self) -> tuple[Tensor, ...]:

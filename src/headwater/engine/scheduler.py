@@ -75,7 +75,7 @@ class Prefill:
                 context_lens=[chunk.job.num_computed for chunk in chunks],
                 page_table=table,
                 copied_pages=(np.array(begun.copy_sources, np.int32), np.array(begun.copy_targets, np.int32)),
-                new_rows=[self._new_row(lane) for lane in begun.lanes],
+                new_rows=self._new_rows(lanes),
                 new_row_tokens=begun.last_tokens,
                 needs=self._lanes.needs_of(lanes),
                 media=media,
@@ -113,18 +113,19 @@ class Prefill:
             begun.lanes += lanes
             begun.last_tokens += [last_token] * num_begun
 
-    def _new_row(self, lane: int) -> NewRow:
-        sequence = self._lanes.sequence[lane]
-        assert sequence is not None
-        return NewRow(
-            row=int(self._lanes.row[lane]),
-            num_tokens=int(self._lanes.planned[lane]),
-            num_generated=len(sequence.tokens),
-            sampling=sequence.request.sampling,
-            stop_ids=sequence.stop_ids,
-            rng_key=sequence.request.rng_key,
-            rotary_shift=rotary_shift(sequence.request.media) if sequence.request.media else 0,
-        )
+    def _new_rows(self, lanes: NDArray[np.int64]) -> list[NewRow]:
+        new = []
+        numbers = lanes.tolist(), self._lanes.row[lanes].tolist(), self._lanes.planned[lanes].tolist()
+        for lane, row, num_tokens in zip(*numbers, strict=True):
+            sequence = self._lanes.sequence[lane]
+            assert sequence is not None
+            request, media = sequence.request, sequence.request.media
+            shift = rotary_shift(media) if media else 0
+            num_generated = len(sequence.tokens)
+            new.append(
+                NewRow(row, num_tokens, num_generated, request.sampling, sequence.stop_ids, request.rng_key, shift)
+            )
+        return new
 
 
 class Scheduler:

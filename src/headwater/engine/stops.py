@@ -132,6 +132,11 @@ def cut_at_stop(tokenizer: Tokenizer, sequence: EngineSequence) -> bool:
     stops = sequence.request.sampling.stop_strings
     minimum = sequence.request.sampling.min_new_tokens
     num_tokens = len(sequence.tokens)
+    if not stops and num_tokens > minimum and not sequence.has_many_stop_ids:
+        # The usual case: only the last token can end it, and there is nothing to discard.
+        sequence.num_checked = num_tokens
+        sequence.has_stopped = sequence.tokens[-1] in sequence.stop_ids
+        return sequence.has_stopped
     checked = min(max(sequence.num_checked, minimum), num_tokens)
     by_string = find_stop(tokenizer, sequence.tokens, checked, stops) if stops else None
     # The device ends a row at a stop token, so only the last token can be one. It checks at most MAX_STOP_IDS of them.

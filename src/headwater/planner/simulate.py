@@ -138,6 +138,9 @@ class _Run:
     def again(self, index: int, epoch: int) -> PromptDraw:
         raise NotImplementedError("a simulation is never resumed")
 
+    def prepare(self, count: int) -> None:
+        """Prompts of a simulation cost nothing."""
+
     def step(self) -> None:
         """The calls of ``trainer/loop.py``, in its order."""
         clock, learner = self.tasks.loop.time, self.costs.learner

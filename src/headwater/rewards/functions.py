@@ -144,6 +144,8 @@ class ScoringFunction:
             "ground_truth": prompt.ground_truth,
             "extra_info": prompt.extra_info,
         }
+        if signature.is_plain:
+            return values
         if "messages" in signature.names:
             values["messages"] = [dict(message) for message in episode.messages]
         if not signature.names.isdisjoint(("prompts", "completions")):
@@ -238,6 +240,8 @@ class BadValue(Exception):
 
 def to_score(result: Any) -> Score:
     """A score from a function's result: a finite number, or a dict with a finite number under ``score``."""
+    if type(result) is float and is_reward(result):  # the usual case, without checks against abstract classes
+        return Score(result)
     info: Mapping[str, Any] = {}
     value = result
     if isinstance(result, Mapping):
@@ -299,6 +303,12 @@ class Signature:
     """The names under which it receives lists, where they differ: ``solution_str`` as ``solution_strs``."""
     where: str = ""
     """The setting, and where the function is defined."""
+    is_plain: bool = field(init=False)
+    """Whether it receives all of ``ROW_NAMES`` and nothing else."""
+
+    def __post_init__(self) -> None:
+        is_plain = self.names == {*ROW_NAMES} and not self.columns and not self.takes_rest
+        object.__setattr__(self, "is_plain", is_plain)
 
     def check_row(self, prompt: Prompt) -> None:
         """Raise ``RewardFailed`` if the row lacks a column that the function requires."""

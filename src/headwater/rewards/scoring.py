@@ -21,7 +21,7 @@ from headwater.core.errors import RewardFailed, RewardsUnreliable, RewardTimedOu
 from headwater.core.records import Prompt, ScorableEpisode, Score
 from headwater.core.registry import is_path
 from headwater.observe.spans import Spans
-from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result
+from headwater.rewards.functions import Failure, ScoreFunction, ScoringFunction, failure_of, read_result, to_score
 from headwater.rewards.pool import TIMED_OUT, CallPool, WorkerPool, usable_cores
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,7 @@ class Scoring:
         if not function.is_quick:
             return await self._score_one(function, episode)
         try:
-            result = function.function(**function.one_call([episode]), **function.settings)
-            (score,) = read_result(result, None)
+            score = to_score(function.function(**function.arguments(episode), **function.settings))
         except Exception as error:  # any scorer may fail on a row that does not suit it
             raise self._failed(function, [episode], failure_of(error, function.function)) from error
         self._failures.note_success()

@@ -110,7 +110,11 @@ class WorkflowExecutor:
             return [self._dispatch(each) for each in prompts.take(count)]
 
         self._dispatcher.open(draw)
-        return self.wait(self.admission.batch_size)
+        batch = self.wait(self.admission.batch_size)
+        if self.admission.in_waves:  # nothing runs until the learner asks again, so there is time
+            num_next = self.staleness.capacity(self._version + 1)
+            self._tasks.post(lambda: prompts.prepare(max(0, num_next)))
+        return batch
 
     def submit(self, draw: PromptDraw) -> int:
         """Run one prompt as soon as there is capacity. Returns the id of its dispatch."""
@@ -144,7 +148,9 @@ class WorkflowExecutor:
             self._dispatcher.notify()
             while not (selection := self._select(num_groups)).is_enough:
                 left_s = max(0.0, self._timeout_s - (clock() - began))  # the limit applies to the whole batch
-                arrived = self._dispatcher.wait_results(1, progress, hard_limit_s=left_s, look=look)
+                # A wave ends as a whole. Otherwise, a group that is too old makes room for another one when it arrives.
+                num_missing = max(1, num_groups - len(self._buffer)) if self.admission.in_waves else 1
+                arrived = self._dispatcher.wait_results(num_missing, progress, hard_limit_s=left_s, look=look)
                 if not arrived:  # nothing runs and nothing can start: the prompts or the rounds are used up
                     selection = self._select(num_groups, may_be_short=True)
                     break

@@ -13,7 +13,16 @@ from itertools import groupby
 from typing import Any
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
-from headwater.core.protocols import EpisodeEngine, EpisodeStage, EpisodeState, InferenceEngine, generate_aloud
+from headwater.core.protocols import (
+    Activity,
+    EpisodeEngine,
+    EpisodeStage,
+    EpisodeState,
+    InferenceEngine,
+    JointEngine,
+    delta_listener,
+    generate_aloud,
+)
 from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.core.waits import named_wait
 from headwater.rollout.group import GroupTimes, PromptDraw
@@ -60,9 +69,12 @@ class JointStart:
     """Groups that start together. Their first requests enter the engine together and in a fixed order.
 
     The engine's batch composition decides the last bits of log-probs. Therefore every episode announces its first
-    request, or its end, and no request enters before the last announcement. The engine stays paused until every
-    request that was let in has announced that the engine has it. How long an episode takes to begin, and how many turns
-    of the event loop a request takes, does not matter. All methods are called on the event loop.
+    request, or its end, and no request enters before the last announcement. How long an episode takes to begin does not
+    matter. All methods are called on the event loop.
+
+    A ``JointEngine`` receives all requests in one call (``answer``). With any other engine, episodes send their requests
+    themselves (``enter``, ``entered``), and the engine stays paused until every request that was let in has announced
+    that the engine has it, however many turns of the event loop that takes.
 
         start = JointStart(engine)
         start.expect(flight)        # for each group, before its episodes run
@@ -73,7 +85,10 @@ class JointStart:
         """After ``limit_s`` the requests that have arrived enter without the others, and the log says so."""
         self._engine = engine
         self._limit_s = limit_s
-        self._is_open = False
+        self.takes_requests = isinstance(engine, JointEngine)
+        """Whether ``answer`` may be called: the engine is a ``JointEngine``, and the start is not over."""
+        self.is_open = False
+        self._handed_over: list[_HandedOver] = []
         self._places: dict[Flight, int] = {}
         self._missing: set[tuple[int, int]] = set()
         self._arrived: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
@@ -87,9 +102,23 @@ class JointStart:
         place = self._places[flight] = len(self._places)
         self._missing |= {(place, number) for number in range(flight.num_episodes)}
 
+    async def answer(
+        self, flight: Flight, sample: int, request: ModelRequest, activity: Activity
+    ) -> ModelResponse:
+        """The engine's answer to the first request of this episode, which enters with the others."""
+        waiting = _HandedOver(self._key(flight, sample), request, activity, asyncio.get_running_loop().create_future())
+        self._handed_over.append(waiting)
+        self.announce(flight, sample)
+        try:
+            return await waiting.answer
+        except BaseException:
+            if waiting.leave is not None:
+                waiting.leave()
+            raise
+
     async def enter(self, flight: Flight, sample: int) -> None:
         """Wait until the request of this episode may enter the engine. ``entered`` must be called afterwards."""
-        if self._is_open:
+        if self.is_open:
             return
         gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrived.append((self._key(flight, sample), gate))
@@ -108,6 +137,8 @@ class JointStart:
 
     def announce(self, flight: Flight, sample: int | None = None) -> None:
         """This episode, or all of the group's, has sent its first request or has ended."""
+        if not self._missing:
+            return
         if sample is None:
             self._missing -= {(self._places[flight], number) for number in range(flight.num_episodes)}
         else:
@@ -116,12 +147,35 @@ class JointStart:
             self._all_announced.set()
 
     async def open(self) -> None:
-        """Wait for all announcements, then let the requests enter while the engine is paused."""
+        """Wait for all announcements, then let the requests enter."""
         if self._missing:
             await self._announced()
+        if self.takes_requests and not self._arrived:
+            self._hand_over()
+            self.is_open = True
+        else:
+            await self._let_in()
+
+    def _hand_over(self) -> None:
+        """Pass the requests on to the engine that takes them in one call."""
+        self.takes_requests = False
+        waiting = [each for each in self._handed_over if not each.answer.done()]  # a cancelled episode no longer waits
+        self._handed_over = []
+        if not waiting:
+            return
+        assert isinstance(self._engine, JointEngine)
+        waiting.sort(key=lambda each: each.key)
+        leaving = self._engine.begin([each.request for each in waiting], [each.answer for each in waiting])
+        for each, leave in zip(waiting, leaving, strict=True):
+            each.leave = leave
+            each.activity.becomes(GENERATING, "generating")
+
+    async def _let_in(self) -> None:
+        """Let the episodes send their requests while the engine is paused."""
         self._engine.pause()
         try:
-            self._is_open = True
+            self._hand_over()
+            self.is_open = True
             waiting = [(key, gate) for key, gate in sorted(self._arrived, key=lambda each: each[0]) if not gate.done()]
             self._entering = {key for key, _ in waiting}  # a cancelled episode no longer waits
             self._all_entered.clear()  # one that was cancelled earlier has set it
@@ -135,7 +189,7 @@ class JointStart:
                     hard_limit_s=self._limit_s,
                 )
         finally:
-            self._is_open = True
+            self.is_open = True
             self._engine.resume()
 
     async def _announced(self) -> None:
@@ -154,6 +208,18 @@ class JointStart:
 
     def _key(self, flight: Flight, sample: int) -> tuple[int, int]:
         return self._places[flight], sample % flight.num_episodes  # the greedy sample, -1, is the last one
+
+
+@dataclass(eq=False, slots=True)
+class _HandedOver:
+    """A request that waits for the others, and then for the engine's answer."""
+
+    key: tuple[int, int]
+    request: ModelRequest
+    activity: Activity
+    answer: asyncio.Future[ModelResponse]
+    leave: Callable[[], None] | None = None
+    """Once the engine has the request: ends it early."""
 
 
 @dataclass(eq=False)
@@ -237,6 +303,7 @@ class Flight:
 
 
 GENERATING = "generating"
+_WAITING = "waiting to start with the others"
 _NOTABLE_S = 1.0
 _STAGES: dict[EpisodeStage, str] = {
     "pending": "not started",
@@ -266,13 +333,17 @@ class WatchedEngine:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         flight = self.flight
-        state = flight.episodes[self.sample]
+        state, start = flight.episodes[self.sample], flight.start
         try:
-            if flight.start is not None:
-                with state.doing("waiting to start with the others", "pending"):
-                    await flight.start.enter(flight, self.sample)
-            with state.doing(GENERATING, "generating"):
-                response = await self._generate(request)
+            if start is not None and start.takes_requests and delta_listener.get() is None:
+                with state.doing(_WAITING, "pending") as activity:
+                    response = await start.answer(flight, self.sample, request, activity)
+            else:
+                if start is not None and not start.is_open:
+                    with state.doing(_WAITING, "pending"):
+                        await start.enter(flight, self.sample)
+                with state.doing(GENERATING, "generating"):
+                    response = await self._generate(request)
         except RolloutFailed as error:
             flight.engine_errors.append(error)
             raise

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from headwater.core.errors import HeadwaterError
 from headwater.core.records import Prompt
 from headwater.core.requests import derive_key
 from headwater.data.load import MixedDataset, PromptDataset
+from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.data.sampler import MixingSampler, Sampler, ShufflingSampler
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.ledger import Ledger, LedgerCounts
@@ -24,6 +26,10 @@ class PromptSource(Protocol):
         """Repeat an earlier draw."""
         ...
 
+    def prepare(self, count: int) -> None:
+        """The next ``count`` prompts will soon be taken: render and encode them now, if that helps."""
+        ...
+
 
 class PromptStream:
     """The endless stream of training prompts, in the order of the sampler. Its state is the sampler's state."""
@@ -34,15 +40,31 @@ class PromptStream:
         self._parts = dataset.parts if isinstance(dataset, MixedDataset) else ()
         self._mixing = MixingSampler(self._parts, seed, shuffle) if any(part.weight for part in self._parts) else None
         self._sampler: Sampler = self._mixing or ShufflingSampler(len(dataset), seed, shuffle)
+        self._prepared: dict[int, Prompt] = {}
+        """Prompts that are built already, by their rows. Only a cache: a resumed run builds them again."""
 
     def take(self, count: int) -> list[PromptDraw]:
         return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
 
     def again(self, index: int, epoch: int) -> PromptDraw:
         """Repeat an earlier draw: the same prompt with the same randomness."""
-        prompt = self._dataset[index]
+        prompt = self._prepared.pop(index, None) or self._dataset[index]
         # The epoch is part of the key, so that a prompt gets new responses in every epoch.
         return PromptDraw(prompt, derive_key(self._seed, "rollout", epoch, prompt.uid), index, epoch)
+
+    def prepare(self, count: int) -> None:
+        """Build the next ``count`` prompts. The position in the stream does not change.
+
+        A custom dataset is asked when its prompts are taken, because its rows may depend on the state of the run.
+        """
+        if type(self._dataset) is not RLHFDataset:
+            return
+        self._prepared = {}
+        for draw in self._sampler.peek(count):
+            try:
+                self._prepared[draw.index] = self._dataset[draw.index]
+            except HeadwaterError:  # ``take`` raises it, if the run gets that far
+                return
 
     def metrics(self, prompts: Iterable[Prompt]) -> dict[str, float]:
         """If there are several sources, the prompts of a step from each of them, and with weights all draws so far."""

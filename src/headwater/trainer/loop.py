@@ -11,7 +11,7 @@ from typing import Any
 
 from headwater.config.schema import Config
 from headwater.core.errors import CopyFailed, DeviceMemoryFull, DiskFull, HeadwaterError, RankFailed, RolloutFailed
-from headwater.core.interpreter import Interrupts, sharing_interpreter
+from headwater.core.interpreter import Interrupts, collect_young_garbage, sharing_interpreter
 from headwater.core.learner import ProfileOrder
 from headwater.core.memory_plan import MemoryPlan
 from headwater.core.records import Prompt, Trajectory
@@ -349,6 +349,7 @@ class Trainer:
     def _record(self, experience: Experience, update: dict[str, float]) -> None:
         drawn = self._stream.metrics(group.prompt for group in experience.batch.groups)
         self._recorder.step(self._state.step, experience.batch, {**update, **drawn}, self._books, experience.saved)
+        collect_young_garbage()
         self._profile(self._state.step, is_start=False)
 
     def _profile(self, step: int, *, is_start: bool) -> None:

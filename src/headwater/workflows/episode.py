@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater.chat.next_turn import next_turn
 from headwater.chat.render import (
@@ -31,6 +32,7 @@ from headwater.chat.render import (
     kinds_of_parts,
     opens_reasoning,
     render_chat,
+    text_decoder,
 )
 from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor
@@ -75,9 +77,13 @@ class WorkflowContext:
     media_settings: MediaSettings = field(default_factory=MediaSettings)
     """How images and videos are read, for example how large they may be."""
 
+    @cached_property
+    def text_of(self) -> Callable[[Sequence[int]], str]:
+        """From tokens to their text without special tokens."""
+        return text_decoder(self.tokenizer)
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+
+class _Turn(NamedTuple):
     """Where a reply is in its episode, for branches that start after it."""
 
     chat_length: int
@@ -96,17 +102,19 @@ class Episode:
         self.context = context
         self.engine = engine
         self.data = data
-        self._name = f"{data.prompt.uid}#{data.sample}"
-        self.session = f"{self._name}@{data.rng_key & _KEY_MASK:x}"
+        prompt = data.prompt
+        self._name = name = f"{prompt.uid}#{data.sample}"
+        self.session = f"{name}@{data.rng_key & _KEY_MASK:x}"
         """Names the episode to a router. All its pieces share it, because they share a prefix."""
         self._num_requests = 0
         self._num_branches = 0
         # Some templates write the tools anew in every turn, so each rendering needs them.
-        tools = {"tools": list(data.prompt.tool_schemas)} if data.prompt.tool_schemas else {}
-        self._template_args = {**context.chat_template_args, **tools}
-        media = data.prompt.media
-        messages = with_digests(data.prompt.messages, media) if media else data.prompt.messages
-        self._start(messages, data.prompt.tokens, media)
+        self._template_args = context.chat_template_args
+        if prompt.tool_schemas:
+            self._template_args = {**self._template_args, "tools": list(prompt.tool_schemas)}
+        media = prompt.media
+        messages = with_digests(prompt.messages, media) if media else prompt.messages
+        self._start(messages, prompt.tokens, media)
 
     def _start(self, messages: Sequence[Message], tokens: Sequence[int], media: Media) -> None:
         self.response: ModelResponse | None = None
@@ -476,7 +484,7 @@ class Episode:
         self._logprobs = (*self._logprobs, *response.output_logprobs)
         self._versions = (*self._versions, *response.output_versions)
         self._turn_end = len(self._tokens)
-        self._text = self.context.tokenizer.decode(list(self._tokens[self._turn_start :]), skip_special_tokens=True)
+        self._text = self.context.text_of(self._tokens[self._turn_start :])
         self._replies[-1] = {"role": "assistant", "content": self._text}
         self.response, self.stop_reason = response, response.stop_reason
         self._turns.append(_Turn(len(self._chat), self._turn_start, self._turn_end, self._text, self.stop_reason))

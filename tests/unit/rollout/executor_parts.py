@@ -68,6 +68,9 @@ class Rows:
     def again(self, index: int, epoch: int) -> PromptDraw:
         return draw_of(index)
 
+    def prepare(self, count: int) -> None:
+        self.num_prepared = count
+
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
 
