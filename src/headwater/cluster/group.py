@@ -142,6 +142,9 @@ class LearnerGroup:
     def save(self, folder: Path) -> None:
         self._everywhere("save", folder.absolute())
 
+    def prepare_snapshot(self) -> None:
+        self._ranks.call("prepare_snapshot", self._same())
+
     def snapshot(self, folder: Path) -> RanksWriting | None:
         """The ranks begin to write at once, each its own files. None if one has too little memory for a copy."""
         folder = folder.absolute()

@@ -147,6 +147,10 @@ class Learner(Protocol):
         """Write the state of training, and the policy as ``model/`` in the Hugging Face format."""
         ...
 
+    def prepare_snapshot(self) -> None:
+        """Start to allocate, on another thread, the main memory that ``snapshot`` copies to."""
+        ...
+
     def snapshot(self, folder: Path) -> SavedLater | None:
         """A copy of what ``save`` writes, to be written to ``folder`` while training continues; None if this learner
         can only ``save``. The folder exists. The copy is valid until the next one is taken."""

@@ -390,6 +390,10 @@ class TrainEngine(ForwardEngine):
             self.module.model, self._optimizer, self.ranks, with_optimizer=with_optimizer
         )
 
+    def shards_to_come(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
+        """Tensors like those that ``shards`` has after the first step."""
+        return sharded_checkpoint.shards_to_come(self.module.model, self.ranks, with_optimizer=with_optimizer)
+
     def load(self, folder: Path) -> None:
         self.residency.changed()
         self.frozen.changed()

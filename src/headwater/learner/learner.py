@@ -22,6 +22,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.core.media import MEDIA_COLUMN
+from headwater.core.memory_plan import RESIDENT
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket
 from headwater.learner.actor import Actor
@@ -218,17 +219,41 @@ class LocalLearner:
         if self.critic is not None:
             self.critic.engine.save(folder / "critic", with_optimizer=settings.checkpoint_optimizer)
 
+    def prepare_snapshot(self) -> None:
+        with_optimizer = self.config.trainer.checkpoint_optimizer
+        parts = {
+            name: each.shards_to_come(with_optimizer=with_optimizer) for name, each in self._saved_engines().items()
+        }
+        self._make_snapshots().prepare(parts, self.actor.engine.module.model, num_bytes_kept=self._bytes_to_move())
+
+    def _bytes_to_move(self) -> int:
+        """The most that the settings move to main memory in the first step: all weights, and the averages of AdamW."""
+        settings = self.config.learner
+        moves = settings.offload_optimizer or settings.offload_during_rollout or settings.residency != (RESIDENT,)
+        if not moves or self.actor.engine.device.type != "cuda":
+            return 0
+        parameters = (each for engine in self._engines() for each in engine.module.parameters())
+        return sum(held_by(each).nbytes * (3 if each.requires_grad else 1) for each in parameters)
+
+    def _make_snapshots(self) -> Snapshots:
+        from headwater.learner.snapshot import Snapshots  # only runs that save need it
+
+        if self._snapshots is None:
+            self._snapshots = Snapshots(self.actor.engine.device, self.actor.engine.ranks)
+        return self._snapshots
+
+    def _saved_engines(self) -> dict[str, TrainEngine]:
+        """By their folder in a checkpoint."""
+        return {"": self.actor.engine, **({"critic": self.critic.engine} if self.critic is not None else {})}
+
     def snapshot(self, folder: Path) -> Snapshot | None:
         """With several ranks, all of them call this together, and each writes its own files of the snapshot."""
         from headwater.learner import snapshot as saving  # only runs that save need it
 
         self._return()
-        engine = self.actor.engine
-        if self._snapshots is None:
-            self._snapshots = saving.Snapshots(engine.device, engine.ranks)
-        engines = {"": engine, **({"critic": self.critic.engine} if self.critic is not None else {})}
+        engine, snapshots = self.actor.engine, self._make_snapshots()
         with_optimizer = self.config.trainer.checkpoint_optimizer
-        parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in engines.items()}
+        parts = {name: each.shards(with_optimizer=with_optimizer) for name, each in self._saved_engines().items()}
         model, num_ranks = engine.module.model, engine.ranks.count
         shapes, dtypes = weight_shapes(model), self._saved_dtypes(model, self._saved_dtype)
         known = saving.trained_names(model)
@@ -248,7 +273,7 @@ class LocalLearner:
                 save(saving.joined_weights(folder, shapes, known, parts[""], rest))
                 saving.remove_rest(folder)
 
-        return self._snapshots.take(parts, model, write)
+        return snapshots.take(parts, model, write)
 
     def start_snapshot(self, folder: Path) -> bool:
         """On every rank: copy this rank's part, and write it on a thread. False if there is too little memory.

@@ -112,6 +112,17 @@ def take_shards(model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, with_op
     return Shards(file, tensors, index if ranks.index == 0 else None)
 
 
+def shards_to_come(model: nn.Module, ranks: Ranks, *, with_optimizer: bool = True) -> dict[str, Tensor]:
+    """For each tensor that ``take_shards`` finds after the first optimiser step, one of the same shape and type."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in trained_parameters(model):
+        found[f"model.{name}"] = parameter
+        if with_optimizer:  # AdamW's averages have the type and the shards of their parameter
+            state = {"step": torch.zeros(()), "exp_avg": parameter, "exp_avg_sq": parameter}
+            found |= {f"optimizer.{name}.{key}": each for key, each in state.items()}
+    return {name: held_by(each) for name, each in found.items() if writes(each, ranks)}
+
+
 def shard_file(ranks: Ranks) -> str:
     return f"shard_{ranks.index:05d}_of_{ranks.count:05d}.safetensors"
 

@@ -1,5 +1,7 @@
 """A copy of everything that a checkpoint contains, taken while training continues.
 
+    snapshots.prepare(...)               # at the start of a run that will save: allocates the memory of the copies
+    ...
     snapshot = snapshots.take(...)       # starts to copy to main memory, on another thread
     ...                                  # generation and forward passes: the weights do not change
     snapshots.settle()                   # before the weights change or move
@@ -8,13 +10,16 @@
 With several ranks, each one copies and writes its shard. The first rank then puts the model together from the files of
 all ranks, one tensor at a time, so nothing is gathered and no collective operation runs beside training.
 
-On a GPU, the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot.
+On a GPU, the copies go to page-locked memory on a separate stream. That memory is kept for the next snapshot. To
+allocate it takes seconds, so a thread does that before the first snapshot, while training already runs.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -42,9 +47,15 @@ from headwater.learner.sharded_checkpoint import (
     writes,
 )
 from headwater.models.device import available_ram
-from headwater.models.pinned import PinnedMemory
+from headwater.models.pinned import PinnedMemory, page_locked
+
+logger = logging.getLogger(__name__)
 
 COPY_LIMIT_S = 600.0
+_BLOCK = 1 << 28
+"""Bytes that are allocated at once, about a tenth of a second. Meanwhile other threads may wait for the driver."""
+_PAUSE_S = 0.005
+"""Between two blocks, so that other threads get their turn."""
 _SHARE_OF_MEMORY = 0.5
 """Of the free main memory, the most that a copy may take."""
 
@@ -86,15 +97,47 @@ def wait_for_copies(copied: Future[Mapping[str, _Copies]]) -> Mapping[str, _Copi
 class Snapshots:
     """Copies the tensors that this process holds of a learner to main memory, one snapshot at a time."""
 
-    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks, *, allocate: Callable[[int], Tensor] | None = None) -> None:
+        """``allocate`` makes the memory of the copies, a block at a time. It is page-locked if the device is a GPU."""
         self._device = device
         self._ranks = ranks
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        """Its one thread allocates and then copies, so a copy finds all places that were prepared."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._allocate = allocate or (_ordinary if self._stream is None else _page_locked_if_possible)
         self._memory: PinnedMemory | None = None
         self._places: dict[tuple[str, str], Tensor] = {}
         """Where the copy of each tensor is, by its part and name."""
+        self._prepared: Future[None] | None = None
+        self._is_closed = threading.Event()
         self._last: Future[Mapping[str, _Copies]] | None = None
+
+    def prepare(self, parts: Mapping[str, _Copies], model: nn.Module, *, num_bytes_kept: int = 0) -> None:
+        """Start to allocate the memory for copies of tensors like those of ``parts`` and of ``model``.
+
+        Nothing happens if there is too little memory, of which ``num_bytes_kept`` are needed for other copies; ``take``
+        then decides. With several ranks, all of them must call this together.
+        """
+        wanted = {**parts, MODEL: dict(self._frozen(model))}
+        num_bytes = sum(each.nbytes for tensors in wanted.values() for each in tensors.values())
+        if self._memory is not None or self._ranks.max(int(self._is_too_large(num_bytes + num_bytes_kept))):
+            return
+        self._memory = PinnedMemory(num_bytes, max_block=_BLOCK, allocate=self._allocate)
+        self._prepared = self._pool.submit(self._make_places, self._memory, wanted)
+
+    def _frozen(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the exported model that have places apart from those of trained weights."""
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad and "lora_" not in name and writes(parameter, self._ranks):
+                yield plain_name(name), held_by(parameter)
+
+    def _make_places(self, memory: PinnedMemory, wanted: Mapping[str, _Copies]) -> None:
+        for part, tensors in wanted.items():
+            for name, tensor in tensors.items():
+                num_blocks = memory.num_blocks
+                self._place(part, name, tensor)
+                if memory.num_blocks > num_blocks and self._is_closed.wait(_PAUSE_S):
+                    return
 
     def take(
         self,
@@ -110,10 +153,10 @@ class Snapshots:
         self.settle()
         num_bytes = sum(each.nbytes for shards in parts.values() for each in shards.tensors.values())
         num_bytes += sum(held_by(each).nbytes for each in model.parameters() if not each.requires_grad)
-        if self._ranks.max(int(self._is_too_large(num_bytes))):
+        if self._ranks.max(int(self._memory is None and self._is_too_large(num_bytes))):
             return None
         if self._memory is None:
-            self._memory = PinnedMemory(num_bytes)
+            self._memory = PinnedMemory(num_bytes, max_block=_BLOCK, allocate=self._allocate)
         # Tensors are looked up here: during a forward pass, FSDP replaces the parameters of the modules.
         wanted = {part: dict(shards.tensors) for part, shards in parts.items()}
         file = shard_file(self._ranks)
@@ -127,9 +170,9 @@ class Snapshots:
         return Snapshot(self._last, lambda copies: write(copies, rest))
 
     def _is_too_large(self, num_bytes: int) -> bool:
-        """The ranks of one machine share its memory. After the first copy, its memory is used again."""
+        """Before the first copy, whose memory is used again. The ranks of one machine share its memory."""
         hosts = self._ranks.gather(socket.gethostname())
-        return not self._places and num_bytes * hosts.count(socket.gethostname()) > _SHARE_OF_MEMORY * available_ram()
+        return num_bytes * hosts.count(socket.gethostname()) > _SHARE_OF_MEMORY * available_ram()
 
     @torch.no_grad()
     def _merged(self, model: nn.Module, file: str) -> Iterator[tuple[str, Tensor, ShardPiece]]:
@@ -145,6 +188,7 @@ class Snapshots:
             if writes(weight, self._ranks):
                 held, piece = held_by(weight), piece_of(weight, file)
                 if is_computed:
+                    self._wait_for_places()
                     held = self._place(MODEL, name, held).copy_(held, non_blocking=True)
                 yield name, held, piece
 
@@ -182,16 +226,37 @@ class Snapshots:
     def _place(self, part: str, name: str, tensor: Tensor) -> Tensor:
         place = self._places.get((part, name))
         if place is None or place.shape != tensor.shape or place.dtype != tensor.dtype:
-            if self._stream is None:
-                place = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-            else:
-                assert self._memory is not None, "made by take"
-                place = self._memory.empty(tensor.shape, tensor.dtype)
-            self._places[part, name] = place
+            assert self._memory is not None, "made before"
+            place = self._places[part, name] = self._memory.empty(tensor.shape, tensor.dtype)
         return place
 
+    def _wait_for_places(self) -> None:
+        """Before another thread than the pool's uses them. What could not be allocated is tried again."""
+        if self._prepared is not None:
+            with suppress(Exception):
+                wait_for_future(
+                    self._prepared,
+                    lambda: "memory for copies of the weights is allocated",
+                    kind="checkpoint",
+                    hard_limit_s=COPY_LIMIT_S,
+                )
+            self._prepared = None
+
     def close(self) -> None:
+        self._is_closed.set()
         self._pool.shutdown()
+
+
+def _ordinary(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _page_locked_if_possible(num_bytes: int) -> Tensor:
+    try:
+        return page_locked(num_bytes)
+    except RuntimeError as error:  # torch has no narrower one for it
+        logger.warning("page-locked memory for checkpoints: %s; they are copied more slowly, to other memory", error)
+        return _ordinary(num_bytes)
 
 
 def trained_names(model: nn.Module) -> dict[str, str]:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 _MAX_BLOCK = 1 << 32
+
+
+def page_locked(num_bytes: int) -> Tensor:
+    """Bytes in page-locked memory. This takes about a third of a second per GiB."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class PinnedMemory:
@@ -17,10 +23,18 @@ class PinnedMemory:
     blocks of a power of two and places tensors inside them.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        """``num_bytes`` is the expected total. More blocks are allocated on demand."""
-        self._block = min(_MAX_BLOCK, 1 << max(16, (num_bytes - 1).bit_length()))
+    def __init__(
+        self, num_bytes: int, *, max_block: int = _MAX_BLOCK, allocate: Callable[[int], Tensor] = page_locked
+    ) -> None:
+        """``num_bytes`` is the expected total. More blocks are allocated on demand.
+
+        While a block is allocated, other threads may wait for the driver. A small ``max_block`` limits that time; only
+        tensors that are larger than it get a larger block.
+        """
+        self._block = min(max_block, _power_of_two(max(1 << 16, num_bytes)))
+        self._allocate = allocate
         self._free: list[Tensor] = []
+        self.num_blocks = 0
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         size = -(-math.prod(shape) * dtype.itemsize // 64) * 64  # every tensor starts on a cache line
@@ -29,6 +43,12 @@ class PinnedMemory:
                 self._free[place] = rest[size:]
                 break
         else:
-            rest = torch.empty(max(size, self._block), dtype=torch.uint8, pin_memory=True)
+            rest = self._allocate(max(_power_of_two(size), self._block))
+            self.num_blocks += 1
             self._free.append(rest[size:])
         return rest[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def _power_of_two(num_bytes: int) -> int:
+    """The smallest one that is not less than ``num_bytes``."""
+    return 1 << max(0, num_bytes - 1).bit_length()

@@ -232,6 +232,8 @@ class Trainer:
 
     def _train(self) -> None:
         with self._recorder.training(self._state.step, self._last_step):
+            if self._saves_in_background():
+                self._learner.prepare_snapshot()
             while self._goes_on():
                 batch = self._take()
                 with self._interrupts.deferred("this update"):
@@ -247,6 +249,14 @@ class Trainer:
                     self._save()
         if self._config.eval.after and self._evaluation_missing():
             self._evaluate()
+
+    def _saves_in_background(self) -> bool:
+        """Whether a checkpoint is due, or may be due, before the one at the end."""
+        settings, step = self._config.trainer, self._state.step
+        every = settings.checkpoint_every_steps
+        is_due = every > 0 and step // every < self._last_step // every
+        may_be_best = bool(settings.best_metric) and step < self._last_step and self._parts.eval_data is not None
+        return settings.checkpoint_in_background and (is_due or may_be_best)
 
     def _goes_on(self) -> bool:
         """Whether there is another step. A callback that is told about a checkpoint may end training."""
