@@ -141,5 +141,16 @@ class WorkingCopies:
         if new:
             torch._foreach_copy_(new, converted)
         if sums:
-            torch._foreach_add_(sums, added)
+            _add_all(sums, added)
         self._ready, self._ready_bytes = [], 0
+
+
+def _add_all(sums: list[Tensor], added: list[Tensor]) -> None:
+    """Add to every sum, with the same bits on every path."""
+    pairs = list(zip(sums, added, strict=True))
+    if sums[0].is_cuda:
+        from headwater.learner import gradient_kernels  # Triton needs a GPU
+
+        pairs = [pair for pair in pairs if not gradient_kernels.add_large(*pair)]
+    if pairs:
+        torch._foreach_add_([total for total, _ in pairs], [part for _, part in pairs])

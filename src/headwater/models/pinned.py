@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -12,8 +14,19 @@ _MAX_BLOCK = 1 << 32
 
 
 def page_locked(num_bytes: int) -> Tensor:
-    """Bytes in page-locked memory. This takes about a third of a second per GiB."""
+    """Bytes in page-locked memory."""
+    _allocate_with_threads()
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@cache
+def _allocate_with_threads() -> None:
+    """Make torch allocate page-locked memory with several threads. The driver alone takes 0.66 s per GiB."""
+    chosen = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "pinned_" in chosen:
+        return  # the user's choice
+    ours = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+    torch._C._accelerator_setAllocatorSettings(f"{chosen},{ours}" if chosen else ours)
 
 
 class PinnedMemory:
