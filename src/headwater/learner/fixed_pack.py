@@ -59,16 +59,14 @@ class PassShape:
             longest_query,
             longest_key,
         )
-        has_prefix = segments.prefix_lengths > 0
-        if not has_prefix.any():
+        if not segments.prefix_lengths.any():
             return own
-        prefixes = np.stack([segments.prefix_starts, segments.prefix_lengths])[:, has_prefix]
-        different, num_readers = np.unique(prefixes, axis=1, return_counts=True)
+        prefixes = segments.prefixes()
         return replace(
             own,
             num_keys=rounded_up(num_tokens + int(segments.prefix_lengths.sum()), _LEAST_TOKENS),
-            num_shared=rounded_up(int(different[1].sum()), _LEAST_TOKENS),
-            num_places=1 + rounded_up(int(num_readers.max()), _LEAST_READERS),
+            num_shared=rounded_up(int(prefixes.lengths.sum()), _LEAST_TOKENS),
+            num_places=1 + rounded_up(int(prefixes.num_readers.max()), _LEAST_READERS),
         )
 
 
