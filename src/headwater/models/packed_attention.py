@@ -185,23 +185,27 @@ class AttentionTables(NamedTuple):
     key_places: Tensor | None = None
     """The tokens whose keys are copied; None if no segment has a prefix."""
     copies: Copies | None = None
+    """What the backward pass needs to add the gradients of copied keys quickly."""
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device) -> AttentionTables:
+        """For a backward pass too if gradients are enabled."""
         key_lengths = segments.lengths + segments.prefix_lengths
         tensors = [cumulative(segments.lengths), cumulative(key_lengths)]
         if segments.prefix_lengths.any():
-            tensors += [torch.from_numpy(segments.all_key_places()), *segments.copies()]
+            tensors += [torch.from_numpy(segments.all_key_places())]
+            tensors += segments.copies() if torch.is_grad_enabled() else []
         query_starts, key_starts, *places = upload(tensors, device)
         longest = int(segments.lengths.max()), int(key_lengths.max())
-        if not places:
-            return cls(query_starts, key_starts, *longest)
-        return cls(query_starts, key_starts, *longest, places[0], Copies(*places[1:]))
+        key_places = places[0] if places else None
+        return cls(query_starts, key_starts, *longest, key_places, Copies(*places[1:]) if places[1:] else None)
 
     def repeated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all segments, one segment after the other."""
-        if self.key_places is None or self.copies is None:
+        if self.key_places is None:
             return key, value
+        if self.copies is None:
+            return key.index_select(0, self.key_places), value.index_select(0, self.key_places)
         return repeat_prefixes(key, self.key_places, self.copies), repeat_prefixes(value, self.key_places, self.copies)
 
 
