@@ -38,12 +38,12 @@ class PassShape:
     num_keys: int = 0
     """With the copies of shared prompts. 0 if no prompt is shared."""
     num_shared: int = 0
-    """Tokens of shared prompts."""
+    """Tokens of shared prompts. 0 if there is no backward pass, which alone needs to know them."""
     num_places: int = 0
     """Of a token of a shared prompt: its own, and one for every sample that reads it."""
 
     @classmethod
-    def of(cls, pack: Pack) -> PassShape:
+    def of(cls, pack: Pack, *, has_gradient: bool = True) -> PassShape:
         """The smallest shape for ``pack``. It depends on nothing else, so a resumed run finds the same one."""
         segments = pack.segments
         num_real = len(pack.input_ids)
@@ -59,16 +59,16 @@ class PassShape:
             longest_query,
             longest_key,
         )
-        has_prefix = segments.prefix_lengths > 0
-        if not has_prefix.any():
+        if not segments.prefix_lengths.any():
             return own
-        prefixes = np.stack([segments.prefix_starts, segments.prefix_lengths])[:, has_prefix]
-        different, num_readers = np.unique(prefixes, axis=1, return_counts=True)
+        own = replace(own, num_keys=rounded_up(num_tokens + int(segments.prefix_lengths.sum()), _LEAST_TOKENS))
+        if not has_gradient:
+            return own
+        prefixes = segments.prefixes()
         return replace(
             own,
-            num_keys=rounded_up(num_tokens + int(segments.prefix_lengths.sum()), _LEAST_TOKENS),
-            num_shared=rounded_up(int(different[1].sum()), _LEAST_TOKENS),
-            num_places=1 + rounded_up(int(num_readers.max()), _LEAST_READERS),
+            num_shared=rounded_up(int(prefixes.lengths.sum()), _LEAST_TOKENS),
+            num_places=1 + rounded_up(int(prefixes.num_readers.max()), _LEAST_READERS),
         )
 
 
@@ -133,7 +133,7 @@ class FixedInputs(NamedTuple):
         plain = AttentionTables(self.query_starts, self.key_starts, shape.longest_query, shape.longest_key)
         if not shape.num_keys:
             return plain
-        copies = Copies(self.own, self.shared, self.places, self.counts)
+        copies = Copies(self.own, self.shared, self.places, self.counts) if shape.num_shared else None
         return plain._replace(key_places=self.key_places, copies=copies)
 
 
@@ -161,21 +161,25 @@ def _filled_segments(segments: Segments, num_real: int, shape: PassShape) -> Seg
 
 
 def _prefix_tables(segments: Segments, shape: PassShape, last: int) -> list[Tensor]:
-    """``key_places`` and ``Copies`` in fixed sizes. Without shared prompts they are empty."""
-    if not shape.num_keys:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return [nothing, nothing, nothing, nothing, torch.zeros(0, dtype=torch.bool)]
+    """``key_places`` and ``Copies`` in fixed sizes. Those that a pass does not need are empty."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    key_places = nothing
+    if shape.num_keys:
+        key_places = _filled(torch.from_numpy(segments.all_key_places()), shape.num_keys)
+    if not shape.num_shared:
+        return [key_places, nothing, nothing, nothing, torch.zeros(0, dtype=torch.bool)]
     copies = segments.copies()
     num_shared, num_places = copies.places.shape
-    places = copies.own[last].expand(shape.num_shared, shape.num_places).clone()
-    # Several entries may write the gradient of the last token: all of them write the one that it has.
-    counts = torch.zeros(shape.num_shared, shape.num_places, dtype=torch.bool)
-    counts[num_shared:, 0] = True
+    places = torch.empty(shape.num_shared, shape.num_places, dtype=torch.int64)
     places[:num_shared, :num_places] = copies.places
+    places[:num_shared, num_places:] = 0
+    # Several entries may write the gradient of the last token: all of them write the one that it has.
+    places[num_shared:] = copies.own[last]
+    counts = torch.zeros(shape.num_shared, shape.num_places, dtype=torch.bool)
     counts[:num_shared, :num_places] = copies.counts
+    counts[num_shared:, 0] = True
     shared = torch.full((shape.num_shared,), last)
     shared[:num_shared] = copies.shared
-    key_places = _filled(torch.from_numpy(segments.all_key_places()), shape.num_keys)
     return [key_places, copies.own, shared, places, counts]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,8 @@ _MOST_WORK = 3e11
 """Tokens times weights of a layer. With more, a GPU computes a layer for longer than its kernels take to launch."""
 _SCORES = 3
 """Values for every pair of a query and a key of ``GridAttention``: mask, probabilities and their gradient."""
+
+_Given = tuple[list[tuple[nn.Parameter, nn.Parameter, Tensor]], list[tuple[nn.Parameter, Tensor]]]
 
 
 class PassGraphs:
@@ -89,7 +91,7 @@ class PassGraphs:
         """``pack``, filled up; the pack ``on_device`` as it is if it is to be computed without a graph."""
         if self._is_off or pack.media is not None or pack.position_ids.ndim > 1:
             return on_device
-        shape = PassShape.of(pack)
+        shape = PassShape.of(pack, has_gradient=torch.is_grad_enabled())
         is_large = shape.num_tokens > _MOST_TOKENS or shape.num_tokens * self._weights.per_layer > _MOST_WORK
         has_room = self._most_bytes is None or self._num_bytes(shape) <= self._most_bytes
         if is_large or not has_room:
@@ -132,16 +134,23 @@ class PassGraphs:
                 "its activations; compute the passes one after the other"
             )
         recorded.run_backward()
-        copies = self._module.copies
-        given = {weight: self._gradients[weight] for weight in recorded.reached}
-        if copies is not None:
-            given = {weight: each for weight, each in given.items() if not copies.owns(weight)}
-            copies.give({weight: self._gradients[weight] for weight in recorded.reached if copies.owns(weight)})
-        for weight, each in given.items():
+        if recorded.given is None:
+            recorded.given = self._given(recorded.reached)
+        of_copies, of_weights = recorded.given
+        if self._module.copies is not None:
+            self._module.copies.give(of_copies)
+        for weight, gradient in of_weights:
             if weight.grad is None:
-                weight.grad = each.clone()
+                weight.grad = gradient.clone()
             else:
-                weight.grad += each
+                weight.grad += gradient
+
+    def _given(self, reached: Sequence[nn.Parameter]) -> _Given:
+        """Gradients of working copies, with the weights that they are of, and those of weights that have no copy."""
+        copies = self._module.copies
+        owners = {} if copies is None else copies.owners()
+        of_copies = [(owners[each], each, self._gradients[each]) for each in reached if each in owners]
+        return of_copies, [(each, self._gradients[each]) for each in reached if each not in owners]
 
     def _recorded(self, pack: FilledPack) -> _Pass:
         addresses = self._weights.addresses()
@@ -222,6 +231,8 @@ class _Pass:
         """The gradients of those outputs that have one."""
         self.reached: list[nn.Parameter] = []
         """The weights that have a gradient."""
+        self.given: _Given | None = None
+        """The same with their gradients, after the first backward pass."""
         self.run_forward: Action = _not_recorded
         self.run_backward: Action = _not_recorded
 

@@ -12,7 +12,7 @@ model this takes longer than computing. Here all weights are converted together,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ class WorkingCopies:
                     self._places.setdefault(weight, []).append((part, name))
         self._copies = {weight: self._copy_of(weight) for weight in self._places}
         """Always the same objects, which have values only while they are used."""
-        self._owned = set(self._copies.values())
         self._views: list[Tensor] = []
         """Their memory, while they have any."""
         self._is_used = False
@@ -102,16 +101,15 @@ class WorkingCopies:
             for part, name in places:
                 part._parameters[name] = parameters[weight]
 
-    def owns(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` is a copy, not a weight that is used as it is."""
-        return parameter in self._owned
+    def owners(self) -> dict[nn.Parameter, nn.Parameter]:
+        """By copy, the weight that it is of."""
+        return {copy: weight for weight, copy in self._copies.items()}
 
-    def give(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
-        """Add gradients of copies that were not computed by torch's backward pass."""
-        for weight, copy in self._copies.items():
-            if copy in gradients:
-                copy.grad = gradients[copy]
-                self._ready.append((weight, copy))
+    def give(self, gradients: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor]]) -> None:
+        """Add gradients that were not computed by torch's backward pass: a weight, its copy and the copy's gradient."""
+        for weight, copy, gradient in gradients:
+            copy.grad = gradient
+            self._ready.append((weight, copy))
         self.collect()
 
     def _add(self, weight: nn.Parameter, copy: nn.Parameter) -> None:

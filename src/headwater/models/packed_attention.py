@@ -73,22 +73,38 @@ class Segments:
         own = np.arange(self.lengths.sum()) + np.repeat(
             first + self.prefix_lengths - (np.cumsum(self.lengths) - self.lengths), self.lengths
         )
-        readers: dict[tuple[int, int], list[int]] = {}
-        for segment in np.flatnonzero(self.prefix_lengths).tolist():
-            prefix = (int(self.prefix_starts[segment]), int(self.prefix_lengths[segment]))
-            readers.setdefault(prefix, []).append(int(first[segment]))
-        most = max(len(each) for each in readers.values())
-        tokens, places, counts = [], [], []
-        for (start, length), starts in readers.items():
-            steps = np.arange(length)
-            # Rows with fewer readers repeat one, which is not counted.
-            repeated = np.array(starts + starts[:1] * (most - len(starts)))
-            tokens.append(start + steps)
-            places.append(np.concatenate([own[start : start + length, None], repeated + steps[:, None]], axis=1))
-            counts.append(np.broadcast_to(np.arange(most + 1) <= len(starts), (length, most + 1)))
-        shared = np.concatenate(tokens)
-        assert len(np.unique(shared)) == len(shared), "prefixes are prompts, which do not overlap"
-        return Copies(*map(torch.from_numpy, (own, shared, np.concatenate(places), np.concatenate(counts))))
+        prefixes = self.prefixes()
+        counts, lengths = prefixes.num_readers, prefixes.lengths
+        # Prefixes with fewer readers repeat one, which is not counted.
+        order = np.argsort(prefixes.read_by, kind="stable")
+        number = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+        first_keys = first[np.flatnonzero(self.prefix_lengths)[order]]
+        readers = np.repeat(first_keys[np.cumsum(counts) - counts, None], counts.max(), axis=1)
+        readers[prefixes.read_by[order], number] = first_keys
+        steps = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        shared = np.repeat(prefixes.starts, lengths) + steps
+        assert (np.diff(shared) > 0).all(), "prefixes are prompts, which do not overlap"
+        places = np.concatenate([own[shared, None], np.repeat(readers, lengths, axis=0) + steps[:, None]], axis=1)
+        is_counted = np.repeat(np.arange(counts.max() + 1) <= counts[:, None], lengths, axis=0)
+        return Copies(*map(torch.from_numpy, (own, shared, places, is_counted)))
+
+    def prefixes(self) -> Prefixes:
+        has_prefix = self.prefix_lengths > 0
+        starts, lengths = self.prefix_starts[has_prefix], self.prefix_lengths[has_prefix]
+        _, first, read_by, num_readers = np.unique(starts, return_index=True, return_inverse=True, return_counts=True)
+        assert (lengths == lengths[first][read_by]).all(), "prefixes are prompts, which do not overlap"
+        return Prefixes(starts[first], lengths[first], num_readers, read_by)
+
+
+class Prefixes(NamedTuple):
+    """The different prefixes of all segments, in the order of the pack."""
+
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    num_readers: NDArray[np.int64]
+    """Segments that have this prefix."""
+    read_by: NDArray[np.int64]
+    """Of each segment that has a prefix, the index of the prefix."""
 
 
 class Copies(NamedTuple):
@@ -169,23 +185,27 @@ class AttentionTables(NamedTuple):
     key_places: Tensor | None = None
     """The tokens whose keys are copied; None if no segment has a prefix."""
     copies: Copies | None = None
+    """What the backward pass needs to add the gradients of copied keys quickly."""
 
     @classmethod
     def of(cls, segments: Segments, device: torch.device) -> AttentionTables:
+        """For a backward pass too if gradients are enabled."""
         key_lengths = segments.lengths + segments.prefix_lengths
         tensors = [cumulative(segments.lengths), cumulative(key_lengths)]
         if segments.prefix_lengths.any():
-            tensors += [torch.from_numpy(segments.all_key_places()), *segments.copies()]
+            tensors += [torch.from_numpy(segments.all_key_places())]
+            tensors += segments.copies() if torch.is_grad_enabled() else []
         query_starts, key_starts, *places = upload(tensors, device)
         longest = int(segments.lengths.max()), int(key_lengths.max())
-        if not places:
-            return cls(query_starts, key_starts, *longest)
-        return cls(query_starts, key_starts, *longest, places[0], Copies(*places[1:]))
+        key_places = places[0] if places else None
+        return cls(query_starts, key_starts, *longest, key_places, Copies(*places[1:]) if places[1:] else None)
 
     def repeated(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all segments, one segment after the other."""
-        if self.key_places is None or self.copies is None:
+        if self.key_places is None:
             return key, value
+        if self.copies is None:
+            return key.index_select(0, self.key_places), value.index_select(0, self.key_places)
         return repeat_prefixes(key, self.key_places, self.copies), repeat_prefixes(value, self.key_places, self.copies)
 
 

@@ -142,6 +142,9 @@ def test_filled_up_inputs_keep_the_pack_and_attend_to_nothing_new(seed, num_grou
         assert int(lengths.max()) <= shape.longest_query
         assert int(inputs.key_starts.diff().max()) <= shape.longest_key
         assert share_prompts or not shape.num_keys
+        alone = PassShape.of(pack, has_gradient=False)
+        assert (alone.num_keys, alone.num_shared) == (shape.num_keys, 0)
+        assert torch.equal(FixedInputs.of(pack, alone).key_places, inputs.key_places)
         generator = torch.Generator().manual_seed(seed)
         query, key, value = torch.randn(3, shape.num_tokens, 2, 8, generator=generator)
         ours = GridAttention(inputs.tables(shape))(query, key, value, scale=0.3, window=seed % 3)
