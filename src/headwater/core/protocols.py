@@ -345,26 +345,20 @@ class Activity:
         self._stage: EpisodeStage = stage
 
     def __enter__(self) -> Activity:
-        self._begin()
+        self._begun = self._stage, self._what, time.monotonic()
+        self._state._open.append(self._begun)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def becomes(self, what: str, stage: EpisodeStage) -> None:
-        """From now on, the block does something else."""
-        self._end()
-        self._what, self._stage = what, stage
-        self._begin()
-
-    def _begin(self) -> None:
-        self._begun = self._stage, self._what, time.monotonic()
-        self._state._open.append(self._begun)
-
-    def _end(self) -> None:
         state, stage = self._state, self._stage
         state._open.remove(self._begun)
         state.seconds[stage] = state.seconds.get(stage, 0.0) + time.monotonic() - self._begun[2]
+
+    def becomes(self, what: str, stage: EpisodeStage) -> None:
+        """From now on, the block does something else."""
+        self.__exit__()
+        self._what, self._stage = what, stage
+        self.__enter__()
 
 
 @dataclass(frozen=True, slots=True)
