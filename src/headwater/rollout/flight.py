@@ -72,9 +72,9 @@ class JointStart:
     request, or its end, and no request enters before the last announcement. How long an episode takes to begin does not
     matter. All methods are called on the event loop.
 
-    A ``JointEngine`` receives all requests in one call (``answer``). With any other engine, episodes send their requests
-    themselves (``enter``, ``entered``), and the engine stays paused until every request that was let in has announced
-    that the engine has it, however many turns of the event loop that takes.
+    A ``JointEngine`` receives all requests in one call (``answer``). With any other engine, episodes send their
+    requests themselves (``enter``, ``entered``), and the engine stays paused until every request that was let in has
+    announced that the engine has it, however many turns of the event loop that takes.
 
         start = JointStart(engine)
         start.expect(flight)        # for each group, before its episodes run
@@ -102,9 +102,7 @@ class JointStart:
         place = self._places[flight] = len(self._places)
         self._missing |= {(place, number) for number in range(flight.num_episodes)}
 
-    async def answer(
-        self, flight: Flight, sample: int, request: ModelRequest, activity: Activity
-    ) -> ModelResponse:
+    async def answer(self, flight: Flight, sample: int, request: ModelRequest, activity: Activity) -> ModelResponse:
         """The engine's answer to the first request of this episode, which enters with the others."""
         waiting = _HandedOver(self._key(flight, sample), request, activity, asyncio.get_running_loop().create_future())
         self._handed_over.append(waiting)

@@ -304,7 +304,7 @@ class Episode:
         with self.doing("scoring", "scoring"):
             return await self.context.reward.score(self)
 
-    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
+    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[object]:
         """State what happens inside this block, for ``headwater doctor``: ``with episode.doing("calling search"):``."""
         return self.data.state.doing(what, stage)
 
@@ -450,9 +450,7 @@ class Episode:
                 "not take; remove them, or use a model that takes them"
             )
 
-    def _request(
-        self, limit: int, stop: Sequence[str], turn: int | None, grammar: Grammar | None
-    ) -> ModelRequest:
+    def _request(self, limit: int, stop: Sequence[str], turn: int | None, grammar: Grammar | None) -> ModelRequest:
         name, key = self._name, self.data.rng_key
         if turn is None and self._num_requests:
             turn = self._num_requests
@@ -499,5 +497,5 @@ class Episode:
 
 @lru_cache(maxsize=16)
 def _columns_of_given(count: int) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
-    """Loss mask, log-probs and versions of tokens that were not sampled. The samples of a prompt share these objects."""
+    """Loss mask, log-probs and versions of tokens that were not sampled. The samples of a prompt share them."""
     return (0,) * count, (0.0,) * count, (NOT_SAMPLED,) * count
