@@ -14,7 +14,7 @@ from typing import Any
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.protocols import (
-    Activity,
+    EpisodeActivity,
     EpisodeEngine,
     EpisodeStage,
     EpisodeState,
@@ -102,7 +102,9 @@ class JointStart:
         place = self._places[flight] = len(self._places)
         self._missing |= {(place, number) for number in range(flight.num_episodes)}
 
-    async def answer(self, flight: Flight, sample: int, request: ModelRequest, activity: Activity) -> ModelResponse:
+    async def answer(
+        self, flight: Flight, sample: int, request: ModelRequest, activity: EpisodeActivity
+    ) -> ModelResponse:
         """The engine's answer to the first request of this episode, which enters with the others."""
         waiting = _HandedOver(self._key(flight, sample), request, activity, asyncio.get_running_loop().create_future())
         self._handed_over.append(waiting)
@@ -214,7 +216,7 @@ class _HandedOver:
 
     key: tuple[int, int]
     request: ModelRequest
-    activity: Activity
+    activity: EpisodeActivity
     answer: asyncio.Future[ModelResponse]
     leave: Callable[[], None] | None = None
     """Once the engine has the request: ends it early."""
