@@ -8,8 +8,8 @@ computing logits. Each step takes a batch and closes the books as the trainer do
 
 The times are those of each thread, so a busy machine changes them little. ``trainer`` is the thread that takes batches,
 ``rollouts`` runs the episodes and draws prompts, and ``engine`` schedules requests and collects their tokens.
-``rollouts_in_wait`` is the part of ``rollouts`` for which a synchronous trainer waits. The rest, building the prompts of
-the next step, is done while it trains.
+``rollouts_in_wait`` is the part of ``rollouts`` for which a synchronous trainer waits. The rest, building the prompts
+of the next step, is done while it trains.
 ``--profile rollouts`` or ``--profile engine`` shows the functions of one thread (Python 3.11; slower).
 """
 

@@ -138,14 +138,14 @@ _NUM_NEW_OBJECTS = 50_000
 
 @contextmanager
 def sharing_interpreter() -> Iterator[None]:
-    """Let a thread that becomes ready run after half a millisecond at most, instead of five, and collect garbage rarely.
+    """Let a thread that becomes ready run after half a millisecond at most, not five, and collect garbage rarely.
 
     A run has three busy threads: the trainer, the engine and the episodes. Each of them often waits for a moment, for a
     socket or for the device, and afterwards has to wait until the thread that runs gives up the interpreter. With the
     default interval of 5 ms, a hundred short messages to a reward worker take half a second while the engine generates.
 
-    Thousands of open episodes are many objects, of which few are garbage. By default, Python looks through new ones after
-    every 700. The trainer calls ``collect_young_garbage`` after each step.
+    Thousands of open episodes are many objects, of which few are garbage. By default, Python looks for garbage after
+    every 700 new objects. The trainer calls ``collect_young_garbage`` after each step.
     """
     before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(min(before, _SWITCH_S))

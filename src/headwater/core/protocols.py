@@ -306,9 +306,9 @@ class EpisodeState:
         self.begin_late: Callable[[], None] = _is_not_awaited
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
-    def doing(self, what: str, stage: EpisodeStage = "working") -> Activity:
+    def doing(self, what: str, stage: EpisodeStage = "working") -> EpisodeActivity:
         """State what happens inside this block."""
-        return Activity(self, what, stage)
+        return EpisodeActivity(self, what, stage)
 
     def rest(self, stage: EpisodeStage) -> None:
         """The stage while no activity is open."""
@@ -333,7 +333,7 @@ def _is_not_awaited() -> None:
     """No other episode waits for this one."""
 
 
-class Activity:
+class EpisodeActivity:
     """What an episode does inside a block. A class without generators, because thousands of short episodes enter
     several of these blocks each."""
 
@@ -344,27 +344,21 @@ class Activity:
         self._what = what
         self._stage: EpisodeStage = stage
 
-    def __enter__(self) -> Activity:
-        self._begin()
+    def __enter__(self) -> EpisodeActivity:
+        self._begun = self._stage, self._what, time.monotonic()
+        self._state._open.append(self._begun)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
-
-    def becomes(self, what: str, stage: EpisodeStage) -> None:
-        """From now on, the block does something else."""
-        self._end()
-        self._what, self._stage = what, stage
-        self._begin()
-
-    def _begin(self) -> None:
-        self._begun = self._stage, self._what, time.monotonic()
-        self._state._open.append(self._begun)
-
-    def _end(self) -> None:
         state, stage = self._state, self._stage
         state._open.remove(self._begun)
         state.seconds[stage] = state.seconds.get(stage, 0.0) + time.monotonic() - self._begun[2]
+
+    def becomes(self, what: str, stage: EpisodeStage) -> None:
+        """From now on, the block does something else."""
+        self.__exit__()
+        self._what, self._stage = what, stage
+        self.__enter__()
 
 
 @dataclass(frozen=True, slots=True)

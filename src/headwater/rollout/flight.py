@@ -14,7 +14,7 @@ from typing import Any
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.protocols import (
-    Activity,
+    EpisodeActivity,
     EpisodeEngine,
     EpisodeStage,
     EpisodeState,
@@ -72,9 +72,9 @@ class JointStart:
     request, or its end, and no request enters before the last announcement. How long an episode takes to begin does not
     matter. All methods are called on the event loop.
 
-    A ``JointEngine`` receives all requests in one call (``answer``). With any other engine, episodes send their requests
-    themselves (``enter``, ``entered``), and the engine stays paused until every request that was let in has announced
-    that the engine has it, however many turns of the event loop that takes.
+    A ``JointEngine`` receives all requests in one call (``answer``). With any other engine, episodes send their
+    requests themselves (``enter``, ``entered``), and the engine stays paused until every request that was let in has
+    announced that the engine has it, however many turns of the event loop that takes.
 
         start = JointStart(engine)
         start.expect(flight)        # for each group, before its episodes run
@@ -103,7 +103,7 @@ class JointStart:
         self._missing |= {(place, number) for number in range(flight.num_episodes)}
 
     async def answer(
-        self, flight: Flight, sample: int, request: ModelRequest, activity: Activity
+        self, flight: Flight, sample: int, request: ModelRequest, activity: EpisodeActivity
     ) -> ModelResponse:
         """The engine's answer to the first request of this episode, which enters with the others."""
         waiting = _HandedOver(self._key(flight, sample), request, activity, asyncio.get_running_loop().create_future())
@@ -216,7 +216,7 @@ class _HandedOver:
 
     key: tuple[int, int]
     request: ModelRequest
-    activity: Activity
+    activity: EpisodeActivity
     answer: asyncio.Future[ModelResponse]
     leave: Callable[[], None] | None = None
     """Once the engine has the request: ends it early."""

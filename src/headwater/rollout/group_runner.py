@@ -298,7 +298,8 @@ async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
 
     Like ``asyncio.gather``, which however schedules a callback for each task that ends.
     """
-    over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    over: asyncio.Future[None] = loop.create_future()
     results: dict[int, T] = {}
 
     async def run(place: int, coroutine: Awaitable[T]) -> None:
@@ -311,7 +312,7 @@ async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
             if len(results) == len(tasks) and not over.done():
                 over.set_result(None)
 
-    tasks = [asyncio.ensure_future(run(place, coroutine)) for place, coroutine in enumerate(coroutines)]
+    tasks = [loop.create_task(run(place, coroutine)) for place, coroutine in enumerate(coroutines)]
     try:
         await over
         return [results[place] for place in range(len(tasks))]

@@ -20,7 +20,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater.chat.next_turn import next_turn
@@ -165,9 +165,9 @@ class Episode:
         The prompt of a branch with new messages may be longer than the episode's prompt and than
         ``data.max_prompt_tokens``; the excess uses up room.
         """
-        sampling = self.context.sampling
-        excess = max(0, self._prompt_length - max(len(self.prompt.tokens), self.context.max_prompt_tokens))
-        return sampling.max_new_tokens - excess - (len(self._tokens) - self._prompt_length)
+        context, num_given = self.context, self._prompt_length
+        excess = max(0, num_given - max(len(self.data.prompt.tokens), context.max_prompt_tokens))
+        return context.sampling.max_new_tokens - excess - (len(self._tokens) - num_given)
 
     @property
     def num_turns(self) -> int:
@@ -211,11 +211,8 @@ class Episode:
 
         A part that is an image or a video has the digest of its content: ``{"type": "image", "digest": ...}``.
         """
-        messages, replies = list(self._chat), iter(self._replies)
-        for place, message in enumerate(messages):
-            if is_model_turn(message):
-                messages[place] = next(replies)
-        return tuple(messages)
+        replies = iter(self._replies)
+        return tuple([next(replies) if is_model_turn(message) else message for message in self._chat])
 
     async def reply(
         self,
@@ -234,8 +231,9 @@ class Episode:
 
         Raises ``RolloutFailed`` if the engine aborts the request: a part of an answer must never be scored.
         """
-        self._check_can_reply()
-        request = self._request(max_tokens, stop, turn, grammar)
+        room = self.room
+        self._check_can_reply(room)
+        request = self._request(room if max_tokens is None else min(room, max_tokens), stop, turn, grammar)
         response = await self.engine.agenerate(request)
         if response.stop_reason == "abort":
             raise RolloutFailed(f"request {request.request_id}: the engine aborted it")
@@ -246,7 +244,7 @@ class Episode:
             )
         self._num_requests += 1
         self._append_response(response, is_trained=grammar is None)
-        return self.text
+        return self._text
 
     def tell(
         self, messages: Sequence[Message], *, tool_calls: Sequence[Message] = (), content: str | None = None
@@ -306,7 +304,7 @@ class Episode:
         with self.doing("scoring", "scoring"):
             return await self.context.reward.score(self)
 
-    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[None]:
+    def doing(self, what: str, stage: EpisodeStage = "working") -> AbstractContextManager[object]:
         """State what happens inside this block, for ``headwater doctor``: ``with episode.doing("calling search"):``."""
         return self.data.state.doing(what, stage)
 
@@ -321,10 +319,11 @@ class Episode:
         """
         if not isinstance(score, Score):
             score = Score(score)
+        data = self.data
         return Trajectory(
-            uid=self.prompt.uid,
-            sample=self.sample,
-            tokens=self.tokens,
+            uid=data.prompt.uid,
+            sample=data.sample,
+            tokens=self._tokens,
             prompt_length=self._prompt_length,
             loss_mask=self._loss_mask,
             logprobs=self._logprobs,
@@ -332,7 +331,7 @@ class Episode:
             reward=score.value,
             stop_reason=self.stop_reason,
             turn_rewards=tuple(turn_scores or ()),
-            info={**score.info, "response_text": self.text, **(info or {})},
+            info={**score.info, "response_text": self._text, **(info or {})},
             messages=self.messages,
             reward_info=score.info,
             media=self._media,
@@ -414,7 +413,7 @@ class Episode:
         except (ChatError, ValueError) as error:
             raise RolloutFailed(f"episode {self._name}: the chat template refuses the messages ({error})") from error
 
-    def _check_can_reply(self) -> None:
+    def _check_can_reply(self, room: int) -> None:
         if self._media and self.context.processor is None:
             raise RolloutFailed(
                 f"row {self.prompt.uid}: has images or videos, but the model takes only text; use a vision model, "
@@ -422,7 +421,7 @@ class Episode:
             )
         if not self._media:
             self._check_only_text(self.prompt.messages, "its prompt has")
-        if self.room < 1:
+        if room < 1:
             raise RolloutFailed(
                 f"episode {self._name}: no room for another reply; raise rollout.max_new_tokens, or end the episode "
                 "when tell() returns False"
@@ -451,17 +450,13 @@ class Episode:
                 "not take; remove them, or use a model that takes them"
             )
 
-    def _request(
-        self, max_tokens: int | None, stop: Sequence[str], turn: int | None, grammar: Grammar | None
-    ) -> ModelRequest:
+    def _request(self, limit: int, stop: Sequence[str], turn: int | None, grammar: Grammar | None) -> ModelRequest:
         name, key = self._name, self.data.rng_key
         if turn is None and self._num_requests:
             turn = self._num_requests
         if turn is not None:
             name, key = f"{name}/{turn}", derive_key(key, "turn", turn)
         sampling = self.context.sampling
-        room = self.room
-        limit = room if max_tokens is None else min(room, max_tokens)
         if limit != sampling.max_new_tokens or stop or grammar is not None or sampling.min_new_tokens > limit:
             sampling = replace(
                 sampling,
@@ -470,7 +465,7 @@ class Episode:
                 grammar=sampling.grammar if grammar is None else grammar,
                 stop_strings=(*sampling.stop_strings, *stop),
             )
-        return ModelRequest(name, self.tokens, sampling, key, session=self.session, media=self._media)
+        return ModelRequest(name, self._tokens, sampling, key, session=self.session, media=self._media)
 
     def _append_response(self, response: ModelResponse, *, is_trained: bool) -> None:
         if not (self._chat and is_model_turn(self._chat[-1])):
@@ -479,10 +474,10 @@ class Episode:
             self._replies.append({})
         else:
             self._turns.pop()
-        self._tokens = (*self._tokens, *response.output_tokens)
+        self._tokens += tuple(response.output_tokens)
         self._loss_mask += (int(is_trained),) * len(response.output_tokens)
-        self._logprobs = (*self._logprobs, *response.output_logprobs)
-        self._versions = (*self._versions, *response.output_versions)
+        self._logprobs += tuple(response.output_logprobs)
+        self._versions += tuple(response.output_versions)
         self._turn_end = len(self._tokens)
         self._text = self.context.text_of(self._tokens[self._turn_start :])
         self._replies[-1] = {"role": "assistant", "content": self._text}
@@ -491,8 +486,16 @@ class Episode:
 
     def _append_given(self, tokens: Sequence[int], media: Media) -> None:
         """``media`` have their places among ``tokens``."""
-        self._media += tuple(item.moved(len(self._tokens)) for item in media)
+        if media:
+            self._media += tuple(item.moved(len(self._tokens)) for item in media)
         self._tokens += tuple(tokens)  # the same object, if nothing was there before
-        self._loss_mask += (0,) * len(tokens)
-        self._logprobs += (0.0,) * len(tokens)
-        self._versions += (NOT_SAMPLED,) * len(tokens)
+        loss_mask, logprobs, versions = _columns_of_given(len(tokens))
+        self._loss_mask += loss_mask
+        self._logprobs += logprobs
+        self._versions += versions
+
+
+@lru_cache(maxsize=16)
+def _columns_of_given(count: int) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+    """Loss mask, log-probs and versions of tokens that were not sampled. The samples of a prompt share them."""
+    return (0,) * count, (0.0,) * count, (NOT_SAMPLED,) * count

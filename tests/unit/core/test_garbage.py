@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 
-from headwater.core.interpreter import garbage_put_off
+from headwater.core.interpreter import collect_young_garbage, garbage_put_off, sharing_interpreter
 
 
 def test_it_is_on_again_once_the_last_one_has_left():
@@ -31,3 +32,17 @@ def test_where_it_was_off_it_stays_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_a_run_collects_rarely_but_after_each_step():
+    class Loop:
+        def __init__(self) -> None:
+            self.myself = self
+
+    before = gc.get_threshold()
+    with sharing_interpreter():
+        assert gc.get_threshold()[0] > before[0]
+        garbage = weakref.ref(Loop())
+        collect_young_garbage()
+        assert garbage() is None
+    assert gc.get_threshold() == before

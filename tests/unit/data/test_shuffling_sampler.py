@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.errors import DataError
-from headwater.data.sampler import Draw, ShufflingSampler
+from headwater.data.sampler import DataPart, Draw, MixingSampler, ShufflingSampler
 
 quick = settings(deadline=None, max_examples=40)
 sizes, seeds = st.integers(1, 30), st.integers(0, 2**40)
@@ -32,6 +32,20 @@ def test_chunk_sizes_do_not_matter(num_rows, seed, counts):
     chunked, whole = ShufflingSampler(num_rows, seed), ShufflingSampler(num_rows, seed)
     assert [draw for count in counts for draw in chunked.take(count)] == whole.take(sum(counts))
     assert chunked.state_dict() == whole.state_dict()
+
+
+@quick
+@given(sizes, seeds, st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5))
+def test_looking_ahead_does_not_move_the_position(num_rows, seed, counts):
+    parts = [DataPart("a", 0, num_rows, weight=2), DataPart("b", num_rows, num_rows + 5, weight=1)]
+    samplers = [ShufflingSampler(num_rows, seed), MixingSampler(parts, seed)]
+    for sampler in samplers:
+        for ahead, taken in counts:
+            before = sampler.state_dict()
+            seen = sampler.peek(ahead)
+            assert sampler.state_dict() == before
+            draws = sampler.take(max(ahead, taken))
+            assert draws[:ahead] == seen
 
 
 @quick

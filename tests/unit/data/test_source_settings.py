@@ -101,6 +101,34 @@ def test_a_mixture_is_drawn_by_weight_and_counted(tokenizer, tmp_path):
     assert (again.prompt.uid, again.rng_key) == (draws[3].prompt.uid, draws[3].rng_key)
 
 
+def test_prompts_that_were_prepared_are_the_same_and_built_once(tokenizer, tmp_path):
+    def stream():
+        return PromptStream(load(tokenizer, {"train": [write(tmp_path / "rows.jsonl", "abcdefgh")]}), 0, shuffle=True)
+
+    plain, prepared, built = stream(), stream(), []
+    row_of = prepared._dataset._read_row
+    prepared._dataset._read_row = lambda number: built.append(number) or row_of(number)
+    assert prepared.take(3) == plain.take(3)
+    before = prepared.state_dict()
+    prepared.prepare(4)
+    assert prepared.state_dict() == before
+    assert len(built) == 7
+    assert prepared.take(6) == plain.take(6)  # across the end of an epoch, and more than were prepared
+    assert len(built) == 9
+
+
+def test_an_error_of_a_prepared_prompt_is_raised_when_it_is_taken(tokenizer, tmp_path):
+    stream = PromptStream(load(tokenizer, {"train": [write(tmp_path / "rows.jsonl", "abcd")]}), 0, shuffle=False)
+
+    def fails(number):
+        raise DataError(f"row {number} has changed")
+
+    stream._dataset._read_row = fails
+    stream.prepare(2)
+    with pytest.raises(DataError, match="row 0 has changed"):
+        stream.take(1)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from cases import case
 from engine.engine_parts import LIMIT_S, assert_nothing_is_held, request, run, running, stepped, tokens_of, until
 
 from headwater.core import waits
-from headwater.core.errors import RolloutFailed, WaitTimeout
+from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WaitTimeout
 from headwater.core.waits import open_waits
 from headwater.engine import delivery, intake
 from headwater.engine.delivery import Gathering, Mailbox, wait_for
@@ -110,6 +111,43 @@ def test_a_list_that_is_refused_half_way_leaves_no_request_and_no_place_in_the_q
             engine.generate([request(tokens_of(5), key, max_new_tokens=240) for key in range(7)])
         until(lambda: not engine._intake.num_open, "places in the queue are lost, or requests go on")
         assert engine.metrics().num_aborted == 2, "those of the first slice"
+        assert_nothing_is_held(engine)
+
+
+def test_requests_that_begin_together_are_answered_or_refused_one_by_one():
+    async def begin(engine, requests):
+        answers = [asyncio.get_running_loop().create_future() for _ in requests]
+        leaving = engine.begin(requests, answers)
+        return answers, leaving, await asyncio.gather(*answers, return_exceptions=True)
+
+    wanted = [request(tokens_of(5), key, max_new_tokens=3) for key in range(4)]
+    wrong = replace(wanted[1], input_tokens=(10**6,))
+    with running(max_queue=3) as engine:
+        alone = [run(engine.agenerate(each)) for each in wanted[:3]]
+        _, leaving, found = run(begin(engine, [wanted[0], wrong, wanted[1], wanted[2], wanted[3]]))
+        assert isinstance(found[1], RequestError)
+        assert isinstance(found[4], QueueFull)
+        together = [found[place].output_tokens for place in (0, 2, 3)]
+        assert together == [each.output_tokens for each in alone]
+        for leave in leaving:
+            leave()  # too late, and without effect
+        assert engine.metrics().num_aborted == 0
+        assert_nothing_is_held(engine)
+    _, _, found = run(begin(engine, wanted[:2]))  # it is closed
+    assert [type(each) for each in found] == [RolloutFailed, RolloutFailed]
+    assert engine._intake.num_open == 0
+
+
+def test_a_request_that_began_with_others_can_be_left_alone():
+    async def scenario(engine):
+        answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        leaving = engine.begin([LONG, request(tokens_of(5), 2, max_new_tokens=3)], answers)
+        leaving[0]()
+        return await asyncio.gather(*answers)
+
+    with running(decode_steps=1) as engine:
+        left, other = run(scenario(engine))
+        assert (left.stop_reason, other.stop_reason) == ("abort", "length")
         assert_nothing_is_held(engine)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from patience import long_enough
@@ -13,6 +14,7 @@ from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_
 from rollout.held_engine import HeldEngine
 
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
+from headwater.core.protocols import EpisodeState
 from headwater.core.records import DropKind
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.rollout.flight import Dispatch, Flight, JointStart
@@ -194,6 +196,68 @@ def test_the_greedy_episode_starts_with_its_group():
     assert engine.calls == ["pause", "row0/0", "row0/1", "row0/-1", "row1/0", "row1/1", "row1/-1", "resume"]
 
 
+class JointAskedEngine(AskedEngine):
+    """Takes requests in one call, and refuses those that it is told to."""
+
+    def __init__(self, refused=()) -> None:
+        super().__init__()
+        self.refused = refused
+        self.left: list[str] = []
+
+    def begin(self, requests, answers):
+        self.calls.append(" ".join(each.request_id for each in requests))
+        for request, answer in zip(requests, answers, strict=True):
+            if request.request_id in self.refused:
+                answer.set_exception(RolloutFailed(f"{request.request_id} is refused"))
+            elif request.request_id != "never":
+                answer.set_result(ModelResponse((5,), (8,), (-0.5,), (0,), "stop"))
+        return [partial(self.left.append, each.request_id) for each in requests]
+
+
+def test_an_engine_that_can_receives_all_first_requests_in_one_call():
+    engine = JointAskedEngine()
+    one_batch(Asking(lambda data: 0.002 * (5 - data.sample)), engine=engine, batch_size=4, num_samples=3)
+    assert engine.calls == [" ".join(NAMES)]
+    engine = JointAskedEngine()
+    one_batch(Asking(silent=("row0/0",)), engine=engine, batch_size=1, num_samples=2, greedy=Asking())
+    assert engine.calls == ["row0/1 row0/-1"]
+    engine = JointAskedEngine(refused=("row1/2",))
+    batch = one_batch(Asking(), engine=engine, batch_size=2, num_samples=3, on_failure="drop")
+    assert uids(batch) == ["row0", "row2"]
+    assert [(each.uid, each.kind) for each in batch.dropped] == [("row1", DropKind.ENGINE_FAILED)]
+
+
+def test_an_episode_that_goes_away_before_or_after_the_joint_start_leaves_no_request():
+    async def scene() -> JointAskedEngine:
+        engine, flights = JointAskedEngine(), [Flight(Dispatch(number, draw_of(number)), 0, 1) for number in range(3)]
+        start = JointStart(engine)
+        states = [EpisodeState() for _ in flights]
+
+        async def episode(number: int, name: str) -> ModelResponse:
+            request = ModelRequest(name, (5,), SamplingParams(max_new_tokens=1), 0)
+            with states[number].doing("waiting", "pending") as activity:
+                return await start.answer(flights[number], 0, request, activity)
+
+        for each in flights:
+            start.expect(each)
+        names = ["gone", "never", "answered"]
+        episodes = [asyncio.create_task(episode(number, name)) for number, name in enumerate(names)]
+        await asyncio.sleep(0)
+        episodes[0].cancel()
+        await asyncio.wait(episodes[:1])
+        await start.open()
+        assert [state.stage for state in states] == ["pending", "generating", "generating"]
+        assert (await episodes[2]).output_tokens == (8,)
+        episodes[1].cancel()
+        await asyncio.wait(episodes)
+        assert start.is_open
+        assert not start.takes_requests
+        return engine
+
+    engine = asyncio.run(scene())
+    assert (engine.calls, engine.left) == (["never answered"], ["never"])
+
+
 @pytest.mark.parametrize("admission", [{"in_waves": False}, {"holds_engine": False}])
 def test_an_engine_that_others_use_or_that_needs_no_waves_is_not_held(admission):
     engine = AskedEngine()
@@ -273,6 +337,17 @@ def test_batches_follow_each_other_through_the_stream(in_waves):
         counts = executor.check_ledger()
     assert taken == [[f"row{3 * number + place}" for place in range(3)] for number in range(3)]
     assert (counts.dispatched, counts.trained, counts.buffered, counts.in_flight) == (9, 9, 0, 0)
+
+
+def test_the_prompts_of_the_next_wave_are_prepared_while_the_learner_trains():
+    rows, policy = Rows(), Policy()
+    with executor_of(policy, batch_size=4, num_batches=2) as executor:
+        num_prepared = []
+        for _ in range(2):
+            policy.step(executor, rows)  # it checks the ledger on the rollout thread, after the preparation
+            num_prepared.append(rows.num_prepared)
+    assert num_prepared == [4, 0], "nothing follows the last batch"
+    assert rows.next == 8
 
 
 def test_at_staleness_zero_nothing_starts_before_the_learner_has_published():
