@@ -98,7 +98,10 @@ def _are(last: Sequence[tuple[ref[MediaContent], object]], media: Media) -> bool
 def _has_failed(check: Future[Future[None]]) -> bool:
     if not _is_done(check):
         return False
-    return check.cancelled() or check.exception() is not None or check.result().exception() is not None
+    if check.cancelled() or check.exception() is not None:
+        return True
+    reading = check.result()
+    return reading.cancelled() or reading.exception() is not None
 
 
 class _TowerInputs(VisionProcessor):
