@@ -114,7 +114,8 @@ class PackedTower:
         self._deep = list(getattr(visual, "deepstack_visual_indexes", ()))
         self._copies: list[_GatedWeights | None] = []
         self._family: QwenFamily = family
-        self._tables = {kind: patches.table.to(model.device, model.dtype) for kind, patches in family.patches.items()}
+        like = visual.patch_embed.proj.weight
+        self._tables = {kind: patches.table.to(like) for kind, patches in family.patches.items()}
 
     def weights_changed(self) -> None:
         self._copies = []
