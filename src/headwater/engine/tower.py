@@ -114,7 +114,8 @@ class PackedTower:
         self._deep = list(getattr(visual, "deepstack_visual_indexes", ()))
         self._copies: list[_GatedWeights | None] = []
         self._family: QwenFamily = family
-        self._tables = {kind: patches.table.to(model.device, model.dtype) for kind, patches in family.patches.items()}
+        like = visual.patch_embed.proj.weight
+        self._tables = {kind: patches.table.to(like) for kind, patches in family.patches.items()}
 
     def weights_changed(self) -> None:
         self._copies = []
@@ -135,9 +136,7 @@ class PackedTower:
 
     def _patches(self, inputs: Sequence[Mapping[str, Tensor]], pixels: list[Tensor]) -> Tensor:
         """The patches of all pictures, on the device."""
-        if self._device.type == "cuda" and not all(each.is_pinned() for each in pixels):
-            pixels = upload(pixels, self._device)
-        uploaded = [each.to(self._device, non_blocking=True) for each in pixels]
+        uploaded = upload(pixels, self._device)
         # The bytes of neighbours of one kind become numbers together. A single frame is shorter than others.
         kinds = [(kind_of(each), own.dtype, own.shape[1]) for each, own in zip(inputs, uploaded, strict=True)]
         parts = []
