@@ -100,6 +100,29 @@ def test_a_public_class_name_means_one_thing():
     assert not twice, f"rename the more local one: {twice}"
 
 
+def test_the_documented_faces_have_all_their_calls():
+    documented = (SOURCE.parents[1] / "docs" / "structure.md").read_text()
+    faces = {"InferenceEngine": "core/protocols.py", "Learner": "core/learner.py", "Episode": "workflows/episode.py"}
+    for face, path in faces.items():
+        (row,) = [line for line in documented.splitlines() if line.startswith(f"| `{face}` (`{path}`)")]
+        (body,) = [
+            node.body
+            for node in ast.parse((SOURCE / path).read_text()).body
+            if isinstance(node, ast.ClassDef) and node.name == face
+        ]
+        calls = {
+            node.name
+            for node in body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not node.name.startswith("_")
+            # An episode's properties only describe it.
+            and not (face == "Episode" and node.decorator_list)
+        }
+        missing = {name for name in calls if f"`{name}`" not in row}
+        assert calls, face
+        assert not missing, f"docs/structure.md lacks calls of {face}: {sorted(missing)}"
+
+
 @pytest.mark.parametrize(
     "module", ["headwater", "headwater.core.records", "headwater.config.load", "headwater.cli.main"]
 )
