@@ -114,9 +114,7 @@ def test_the_documented_faces_have_all_their_calls():
     for face, path in faces.items():
         (row,) = [line for line in documented.splitlines() if line.startswith(f"| `{face}` (`{path}`)")]
         (body,) = [
-            node.body
-            for node in tree(SOURCE / path).body
-            if isinstance(node, ast.ClassDef) and node.name == face
+            node.body for node in tree(SOURCE / path).body if isinstance(node, ast.ClassDef) and node.name == face
         ]
         calls = {
             node.name
