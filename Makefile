@@ -32,10 +32,10 @@ quickstart: setup
 test: setup-dev style
 	@$(MAKE) --no-print-directory --jobs 2 types fast-tests
 
+# Tests of one xdist_group share a server or another costly fixture, so one process runs them, and they are begun first.
 fast-tests: setup-dev
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadgroup
 
-# Tests of one xdist_group share a server or another costly fixture, so one process runs them.
 test-all: setup-dev setup-clients setup-vllm setup-trackers setup-browser
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
 

@@ -41,6 +41,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 _SESSION = "HEADWATER_TEST_SESSION"
 """An environment variable that every process started by the tests inherits."""
 _GRACE_S = 180.0
+_TESTS = Path(__file__).parent
 _SLOW_LIMIT_S = 2700.0
 """The longest of them take a few minutes on free cores."""
 
@@ -49,10 +50,23 @@ os.environ.setdefault(_SESSION, uuid.uuid4().hex)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests more time than the limit in pyproject.toml, which is for the others."""
+    """Give slow tests more time than the limit in pyproject.toml, which is for the others.
+
+    Of the others, those of a file that share a fixture run in one process, so that it is set up once. Files whose slow
+    tests share one name their group themselves, because they also need to be spread evenly.
+    """
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(_SLOW_LIMIT_S))
+        if item.get_closest_marker("slow"):
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(_SLOW_LIMIT_S))
+        elif not item.get_closest_marker("xdist_group") and _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(_TESTS).as_posix()))
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    found = getattr(item, "_fixtureinfo", None)
+    fixtures = found.name2fixturedefs.values() if found else ()
+    return any(each.scope == "module" for definitions in fixtures for each in definitions)
 
 
 @pytest.hookimpl(trylast=True)

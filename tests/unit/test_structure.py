@@ -6,6 +6,7 @@ import ast
 import resource
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,20 @@ IN_THE_API = {"Config", "Engine", "Trainer"}
 """Classes of ``headwater.api`` with the name of what they wrap, which users of the package do not see."""
 
 
+@cache
 def files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imported_modules(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -93,11 +101,32 @@ def test_a_public_class_name_means_one_thing():
     for path in files():
         name = str(path.relative_to(SOURCE))
         if not name.startswith("workflows/adapters/"):
-            for node in ast.parse(path.read_text()).body:
+            for node in tree(path).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and node.name not in IN_THE_API:
                     places.setdefault(node.name, []).append(name)
     twice = {name: found for name, found in places.items() if len(found) > 1}
     assert not twice, f"rename the more local one: {twice}"
+
+
+def test_the_documented_faces_have_all_their_calls():
+    documented = (SOURCE.parents[1] / "docs" / "structure.md").read_text()
+    faces = {"InferenceEngine": "core/protocols.py", "Learner": "core/learner.py", "Episode": "workflows/episode.py"}
+    for face, path in faces.items():
+        (row,) = [line for line in documented.splitlines() if line.startswith(f"| `{face}` (`{path}`)")]
+        (body,) = [
+            node.body for node in tree(SOURCE / path).body if isinstance(node, ast.ClassDef) and node.name == face
+        ]
+        calls = {
+            node.name
+            for node in body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not node.name.startswith("_")
+            # An episode's properties only describe it.
+            and not (face == "Episode" and node.decorator_list)
+        }
+        missing = {name for name in calls if f"`{name}`" not in row}
+        assert calls, face
+        assert not missing, f"docs/structure.md lacks calls of {face}: {sorted(missing)}"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def _export(runs: Runs, file: Path, rollout: str | None) -> int:
 
 
 def _serve(runs: Runs, args: argparse.Namespace) -> int:
-    from headwater.dashboard.listen import bind, serve
+    from headwater.dashboard.app import bind, serve
 
     servers = tuple(each.rstrip("/") for each in args.server)
     for url in servers:

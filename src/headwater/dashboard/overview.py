@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,11 +15,11 @@ import numpy as np
 
 from headwater.dashboard.metric_texts import texts
 from headwater.dashboard.plain_values import finite
-from headwater.dashboard.reward_history import reward_history
 from headwater.dashboard.rollout_files import FOLDERS
 from headwater.dashboard.runs import Run
 from headwater.dashboard.series import mean_lag
 from headwater.observe.doctor import Diagnosis, examine
+from headwater.observe.run_directory import last_records
 
 _FRESH_S, _FRESH_IF_OVER_S = 2.0, 30.0
 """A diagnosis depends on the time, so it is made again after this long, even if no file has changed."""
@@ -26,6 +28,8 @@ _HEADLINES = (
     "throughput/tokens_per_s", "time/step_s", "memory/host_peak_gib", "memory/gpu_peak_gib",
 )  # fmt: skip
 _LOWER_IS_BETTER = ("rollout_gap/", "time/", "memory/", "kl/")
+_NUM_HISTORY = 60
+_LINE_BYTES = 64 << 10
 
 
 class Overview:
@@ -83,7 +87,7 @@ class Overview:
             "model": config.model.path if config else "",
             "data": _joined(config.data.train) if config else "",
             "has_rollouts": any(files.exists() for files in run.rollouts.values()),
-            "reward_history": reward_history(run.directory.metrics_file),
+            "reward_history": _reward_history(run.directory.metrics_file),
         }
 
     def summary(self, run: Run) -> dict[str, Any]:
@@ -126,6 +130,38 @@ class Overview:
 
     def doctor(self, run: Run) -> dict[str, Any]:
         return self.diagnosis(run).to_json()
+
+
+def _reward_history(path: Path) -> list[float]:
+    """A few rewards over the whole run, for a small curve. Of a long file, only as many lines are read."""
+    try:
+        size = path.stat().st_size
+        if size <= 4 * _LINE_BYTES:
+            records = [each for each in last_records(path, None).records if each["kind"] == "train"]
+            step = max(1, math.ceil(len(records) / _NUM_HISTORY))
+            found = [finite(each.get("reward/mean")) for each in records[::step]]
+        else:
+            with path.open("rb") as file:
+                places = [size * place // _NUM_HISTORY for place in range(_NUM_HISTORY)]
+                found = [_reward_after(file, place) for place in places]
+    except OSError:
+        return []
+    return [value for value in found if value is not None]
+
+
+def _reward_after(file: Any, place: int) -> float | None:
+    """The reward in the first training record that begins after ``place``."""
+    file.seek(place)
+    if place:
+        file.readline(_LINE_BYTES)
+    for _ in range(3):  # evaluations have lines, too
+        try:
+            record = json.loads(file.readline(_LINE_BYTES))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and record.get("kind") == "train":
+            return finite(record.get("reward/mean"))
+    return None
 
 
 def _headline(table: Any, key: str) -> dict[str, Any] | None:

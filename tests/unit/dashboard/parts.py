@@ -18,10 +18,9 @@ from aiohttp import web
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 from headwater.core.records import Trajectory
-from headwater.dashboard.app import Dashboard
+from headwater.dashboard.app import Dashboard, bind
 from headwater.dashboard.assets import Assets
 from headwater.dashboard.guard import Access
-from headwater.dashboard.listen import bind
 from headwater.dashboard.runs import Place, Runs
 from headwater.observe.run_directory import MetricsRecord, RunDirectory
 from headwater.observe.status_file import StatusFile

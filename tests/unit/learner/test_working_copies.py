@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from test_engine import MODEL, actor, experience, weights
+from test_engine import actor, experience, weights
+from transformers import AutoModelForCausalLM
 
 from headwater.config.schema import LearnerConfig
 from headwater.learner import ranks
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.working_copies import WorkingCopies
+from headwater.models.builtin.tiny import PRESETS, build_config
+
+# Processors without bfloat16 multiply its matrices several hundred times more slowly than those of float32.
+SHAPE = replace(
+    PRESETS["qwen3"], hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
+)
+with torch.random.fork_rng(devices=[]):
+    torch.manual_seed(0)
+    MODEL = AutoModelForCausalLM.from_config(build_config(SHAPE)).eval()
 
 
 def engine(**settings) -> TrainEngine:
