@@ -24,9 +24,7 @@ _TYPICAL_CONTEXT = 1024
 class CudaDecode:
     """Decoding: one query per row. Rows without work have no context."""
 
-    def __init__(
-        self, cache: KVCache, page_table: Tensor, context_lens: Tensor, arrived: Tensor | None = None
-    ) -> None:
+    def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor, arrived: Tensor | None = None) -> None:
         """With ``arrived``, one kernel attends and combines the splits of a row (see ``paged_decode_attention``)."""
         self._cache, self._arrived = cache, arrived
         self._page_table, self._context_lens = page_table, context_lens

@@ -62,7 +62,9 @@ def _sum_of_splits(
     mask = has_head[:, None] & (dims < HEAD_DIM)[None, :]
     highest = tl.full(first_rows.shape, float("-inf"), tl.float32)
     for split in tl.static_range(NUM_SPLITS):
-        row_lse = tl.load(lse + first_rows + split * NUM_HEADS, mask=has_head, other=float("-inf"), cache_modifier=".cg")
+        row_lse = tl.load(
+            lse + first_rows + split * NUM_HEADS, mask=has_head, other=float("-inf"), cache_modifier=".cg"
+        )
         highest = tl.maximum(highest, row_lse)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros([first_rows.shape[0], DIM_PAD], tl.float32)
@@ -226,9 +228,10 @@ def paged_decode_attention(
 ) -> Tensor:
     """Attend from ``q`` [rows, heads, head_dim] to the first ``context_lens[row]`` tokens of each row's pages.
 
-    With ``window`` > 0, only the last ``window`` of them are visible. A row without context returns zeros. With
-    ``arrived``, zeros of type int32 for each row and kv head, the last split of a row combines the results of all, which
-    saves a launch and leaves zeros behind. Without it, a second kernel combines them.
+    With ``window`` > 0, only the last ``window`` of them are visible. A row without context returns zeros.
+
+    A second kernel combines the results of splits. With ``arrived``, an int32 zero for each row and kv head, the split
+    that finishes last does this instead, which saves a launch. The counters are zero again afterwards.
     """
     check_caches(q, k_cache, v_cache, page_table)
     rows, num_heads, head_dim = q.shape

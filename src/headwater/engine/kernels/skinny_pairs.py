@@ -3,9 +3,9 @@
 With up to 32 rows a product takes as long as reading its weight. One kernel therefore does the work of three: it norms
 its input, multiplies, and applies the activation or the rotary embedding to the result before anything is written.
 
-The input is the residual stream as ``skinny_sums.add_product`` leaves it: scaled by the weight of the norm, with sums of
-squares beside it. Each program completes the norm of the columns that it is about to multiply. The value is rounded to
-the weight's type where the separate norm kernel rounds it, so the learner's norm is still the same number.
+The input is the residual stream as ``skinny_sums.add_product`` leaves it: scaled by the weight of the norm, with sums
+of squares beside it. Each program completes the norm of the columns that it is about to multiply. The normed value is
+rounded to the weight's type before the product, as by the separate norm kernel and by the learner.
 
 A tile of the weight holds the two members of a pair in neighbouring rows. Both results are then in the same thread.
 """

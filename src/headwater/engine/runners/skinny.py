@@ -1,6 +1,6 @@
 """Decoder layers for a decode step with few rows, in five kernels per layer rather than ten.
 
-Such a step takes as long as reading the weights, plus what each launch costs. The plain path has kernels of their own for
+Such a step takes as long as reading the weights, plus what each launch costs. The plain path has separate kernels for
 two norms, rotary embedding, activation and the combination of attention's splits. Here they are part of the products
 before or after them, and of attention. Values are rounded at the same places as in the plain path.
 """

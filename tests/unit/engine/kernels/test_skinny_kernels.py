@@ -130,4 +130,9 @@ def test_the_sum_has_the_same_bits_for_any_other_rows():
 
 def test_the_tiles_of_the_shapes_that_are_used():
     assert [pair_config(outputs).block_n for outputs in (17920, 2048, 3072, 960)] == [64, 16, 16, 16]
-    assert [sum_config(*shape).slices for shape in ((1536, 8960), (1536, 1536), (576, 1536), (576, 576))] == [5, 3, 3, 1]
+    assert [sum_config(*shape).slices for shape in ((1536, 8960), (1536, 1536), (576, 1536), (576, 576))] == [
+        5,
+        3,
+        3,
+        1,
+    ]
