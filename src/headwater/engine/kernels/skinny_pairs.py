@@ -56,9 +56,15 @@ def padded(rows: int) -> int:
 
 
 def pair_config(outputs: int) -> SkinnyConfig:
-    """The widest tiles that still give every multiprocessor a program. Not measured yet."""
-    block_n = next((wide for wide in (64, 32) if outputs >= wide * _FULL_DEVICE), 16)
-    return SkinnyConfig(block_n=block_n, block_k=128, num_warps=4, num_stages=4)
+    """The widest tiles that still give every multiprocessor a program. Not measured yet.
+
+    Several programs with wide tiles share a multiprocessor. A narrow tile has to be longer, and more of them have to be
+    on their way, for the same number of bytes in flight.
+    """
+    if outputs >= 64 * _FULL_DEVICE:
+        return SkinnyConfig(block_n=64, block_k=128, num_warps=4, num_stages=4)
+    block_n = 32 if outputs >= 32 * _FULL_DEVICE else 16
+    return SkinnyConfig(block_n=block_n, block_k=256, num_warps=4, num_stages=5)
 
 
 @triton.jit

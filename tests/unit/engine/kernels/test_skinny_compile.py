@@ -58,4 +58,4 @@ def test_kernels_compile_and_copy_weights_ahead():
     for each in made:
         assert each["bytes"] > 0
         assert each["copies"] > 0, "the loads of the loop are not asynchronous"
-        assert 0 < each["shared"] <= SHARED_BYTES // 3, "three programs no longer fit on a multiprocessor"
+        assert 0 < each["shared"] <= SHARED_BYTES // 2, "two programs no longer fit on a multiprocessor"
