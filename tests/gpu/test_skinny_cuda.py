@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine.engine_parts import build, full_pass, request, running, tokens_of
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from headwater.engine.kernels.decode_attention import paged_decode_attention
-from headwater.engine.kernels.skinny_sums import add_product, make_arrived
+from headwater.engine.kernels.skinny_sums import add_product, make_arrived, sum_config
 from headwater.engine.runners import cuda as cuda_runner
 
 SMOLLM2 = {
@@ -74,7 +76,9 @@ def test_as_near_to_exact_log_probs_as_the_plain_path(kind, num_requests, skinny
     assert our_gap.max() < 0.5
 
 
-def test_sums_have_the_same_bits_whichever_program_is_last():
+@pytest.mark.parametrize("dependent", [False, True])
+def test_sums_have_the_same_bits_whichever_program_is_last(dependent):
+    config = replace(sum_config(1536, 8960), dependent=dependent)
     x, weight = (0.1 * torch.randn(*shape, device="cuda").bfloat16() for shape in ((8, 8960), (1536, 8960)))
     residual, norm_weight = torch.randn(8, 1536, device="cuda"), torch.ones(1536, device="cuda").bfloat16()
     q, keys, values = (
@@ -88,7 +92,7 @@ def test_sums_have_the_same_bits_whichever_program_is_last():
     seen = []
     for _ in range(200):
         total = residual.clone()
-        prepared = add_product(x, weight, None, total, norm_weight, 1e-6, arrived)
+        prepared = add_product(x, weight, None, total, norm_weight, 1e-6, arrived, config)
         together = paged_decode_attention(q, keys, values, table, contexts, 0.09, num_splits=8, arrived=arrived)
         seen.append((total, prepared.scaled, prepared.squares, together))
     torch.testing.assert_close(seen[0][0], expected, rtol=1e-3, atol=1e-2)

@@ -35,6 +35,8 @@ class SkinnyConfig:
     num_warps: int
     num_stages: int
     slices: int = 1
+    dependent: bool = False
+    """Start while the kernel before ends, and read the first tile of the weight meanwhile. Not measured yet."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,25 @@ def _inverse_rms(squares, rows, eps, SIZE: tl.constexpr, PARTS: tl.constexpr, PA
 
 
 @triton.jit
+def weight_tile(weight, outputs, first, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``BLOCK_K`` inputs of the rows ``outputs`` of a weight, which is read once and need not stay in a cache."""
+    columns = first + tl.arange(0, BLOCK_K)
+    address = weight + outputs[:, None] * SIZE + columns[None, :]
+    if SIZE % BLOCK_K == 0:
+        return tl.load(address, eviction_policy="evict_first")
+    return tl.load(address, mask=(columns < SIZE)[None, :], other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def input_tile(x, num_rows, first, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    rows, columns = tl.arange(0, BLOCK_M), first + tl.arange(0, BLOCK_K)
+    mask = (rows < num_rows)[:, None]
+    if SIZE % BLOCK_K != 0:
+        mask = mask & (columns < SIZE)[None, :]
+    return tl.load(x + rows[:, None] * SIZE + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _pair_products(
     scaled,
     squares,
@@ -94,6 +115,7 @@ def _pair_products(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows ``p`` and ``p + HALF`` of the weight times the normed rows, rounded; both [BLOCK_M, BLOCK_N / 2]."""
     rows = tl.arange(0, BLOCK_M)
@@ -101,24 +123,25 @@ def _pair_products(
     # Programs at the end repeat the last pair rather than mask their loads.
     pairs = tl.minimum(tl.program_id(0) * (BLOCK_N // 2) + lanes // 2, NUM_PAIRS - 1)
     outputs = (pairs // HALF) * (2 * HALF) + pairs % HALF + (lanes % 2) * HALF
-    inverse_rms = _inverse_rms(squares, rows, eps, SIZE, SQUARES, SQUARES_PAD, BLOCK_M)[:, None]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
-        columns = first + tl.arange(0, BLOCK_K)
-        inside = (rows < num_rows)[:, None]
-        address = weight + outputs[:, None] * SIZE + columns[None, :]
-        if SIZE % BLOCK_K == 0:
-            tile = tl.load(address, eviction_policy="evict_first")
-        else:
-            inside = inside & (columns < SIZE)[None, :]
-            tile = tl.load(address, mask=(columns < SIZE)[None, :], other=0.0, eviction_policy="evict_first")
-        values = tl.load(scaled + rows[:, None] * SIZE + columns[None, :], mask=inside, other=0.0)
-        normed = (values * inverse_rms).to(weight.dtype.element_ty)
+    dtype: tl.constexpr = weight.dtype.element_ty
+    start: tl.constexpr = BLOCK_K if DEPENDENT else 0
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tile = weight_tile(weight, outputs, 0, SIZE, BLOCK_K)
+        tl.extra.cuda.gdc_wait()  # what follows reads results of the kernel before
+        inverse_rms = _inverse_rms(squares, rows, eps, SIZE, SQUARES, SQUARES_PAD, BLOCK_M)[:, None]
+        normed = (input_tile(scaled, num_rows, 0, SIZE, BLOCK_M, BLOCK_K) * inverse_rms).to(dtype)
+        total = tl.dot(normed, tile.T, total, input_precision=PRECISION)
+    else:
+        inverse_rms = _inverse_rms(squares, rows, eps, SIZE, SQUARES, SQUARES_PAD, BLOCK_M)[:, None]
+    for first in tl.range(start, SIZE, BLOCK_K, num_stages=STAGES):
+        tile = weight_tile(weight, outputs, first, SIZE, BLOCK_K)
+        normed = (input_tile(scaled, num_rows, first, SIZE, BLOCK_M, BLOCK_K) * inverse_rms).to(dtype)
         total = tl.dot(normed, tile.T, total, input_precision=PRECISION)
     if HAS_BIAS:
         total += tl.load(bias + outputs).to(tl.float32)[None, :]
-    rounded = total.to(weight.dtype.element_ty)
-    return tl.split(tl.reshape(rounded, (BLOCK_M, BLOCK_N // 2, 2)))
+    return tl.split(tl.reshape(total.to(dtype), (BLOCK_M, BLOCK_N // 2, 2)))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -126,11 +149,11 @@ def _normed_gate_up(
     scaled, squares, weight, bias, out, num_rows, eps,
     SIZE: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, NUM_PAIRS: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     gate, up = _pair_products(
         scaled, squares, weight, bias, num_rows, eps, SIZE, SQUARES, SQUARES_PAD, NUM_PAIRS, NUM_PAIRS, HAS_BIAS,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, STAGES,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, STAGES, DEPENDENT,
     )  # fmt: skip
     wide = gate.to(tl.float32)
     activated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
@@ -148,12 +171,12 @@ def _normed_qkv(
     SIZE: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PAD: tl.constexpr, NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr, ROTATE: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     NUM_PAIRS: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HALF
     low, high = _pair_products(
         scaled, squares, weight, bias, num_rows, eps, SIZE, SQUARES, SQUARES_PAD, NUM_PAIRS, HALF, HAS_BIAS,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, STAGES,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, STAGES, DEPENDENT,
     )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     pairs = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
@@ -279,8 +302,13 @@ def _shapes(x: NormedRows, weight: Tensor, config: SkinnyConfig) -> dict[str, in
         "BLOCK_K": config.block_k,
         "PRECISION": precision_of(weight),
         "STAGES": config.num_stages,
-        "num_warps": config.num_warps,
+        **launch_options(config),
     }
+
+
+def launch_options(config: SkinnyConfig) -> dict[str, int]:
+    options = {"num_warps": config.num_warps, "DEPENDENT": config.dependent}
+    return options | {"launch_pdl": True} if config.dependent else options
 
 
 def precision_of(weight: Tensor) -> str:

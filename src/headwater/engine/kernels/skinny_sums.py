@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from headwater.engine.kernels.skinny_pairs import NormedRows, SkinnyConfig, check_weight, padded, precision_of
+from headwater.engine.kernels.skinny_pairs import (
+    NormedRows,
+    SkinnyConfig,
+    check_weight,
+    input_tile,
+    launch_options,
+    padded,
+    precision_of,
+    weight_tile,
+)
 
 _PROGRAMS = 240
 _MIN_STEPS = 4
@@ -41,7 +50,7 @@ def _add_product(
     x, weight, bias, residual, norm_weight, scaled, squares, parts, arrived, num_rows,
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr, SLICE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -49,16 +58,18 @@ def _add_product(
     columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     outputs = tl.minimum(columns, OUTPUTS - 1)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in tl.range(part * SLICE, tl.minimum(part * SLICE + SLICE, INPUTS), BLOCK_K, num_stages=STAGES):
-        inputs = first + tl.arange(0, BLOCK_K)
-        inside = (rows < num_rows)[:, None]
-        address = weight + outputs[:, None] * INPUTS + inputs[None, :]
-        if INPUTS % BLOCK_K == 0:
-            values = tl.load(address, eviction_policy="evict_first")
-        else:
-            inside = inside & (inputs < INPUTS)[None, :]
-            values = tl.load(address, mask=(inputs < INPUTS)[None, :], other=0.0, eviction_policy="evict_first")
-        given = tl.load(x + rows[:, None] * INPUTS + inputs[None, :], mask=inside, other=0.0)
+    start = part * SLICE
+    end = tl.minimum(start + SLICE, INPUTS)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        values = weight_tile(weight, outputs, start, INPUTS, BLOCK_K)
+        tl.extra.cuda.gdc_wait()  # what follows reads results of the kernel before
+        given = input_tile(x, num_rows, start, INPUTS, BLOCK_M, BLOCK_K)
+        total = tl.dot(given, values.T, total, input_precision=PRECISION)
+        start += BLOCK_K
+    for first in tl.range(start, end, BLOCK_K, num_stages=STAGES):
+        values = weight_tile(weight, outputs, first, INPUTS, BLOCK_K)
+        given = input_tile(x, num_rows, first, INPUTS, BLOCK_M, BLOCK_K)
         total = tl.dot(given, values.T, total, input_precision=PRECISION)
 
     is_last = True
@@ -136,7 +147,7 @@ def add_product(
         BLOCK_K=config.block_k,
         PRECISION=precision_of(weight),
         STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        **launch_options(config),
     )
     return NormedRows(scaled, squares, eps)
 
