@@ -275,6 +275,9 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, help="likewise")
     parser.add_argument("--min-p", type=float, help="likewise")
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
+    parser.add_argument(
+        "--skinny-rows", type=int, default=0, help="on a GPU, steps with at most this many rows use fused products"
+    )
     parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
     device = default_device()
@@ -301,6 +304,10 @@ def main() -> None:
     )
     # Texts matter only to stop strings, which are to be looked for in a real vocabulary where there is one.
     tokenizer = load_tokenizer("smollm2") if options.stop and options.shape == "smollm2" else build_tokenizer()
+    if device.type == "cuda":
+        from headwater.engine.runners import cuda  # needs Triton
+
+        cuda.SKINNY_ROWS = options.skinny_rows
     engine = Engine(model, tokenizer, settings)
     names = f"{'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10}"
     print(f"{'shape':<13} {'case':>13} {'':<4} {names} tokens/s")
@@ -315,6 +322,7 @@ def main() -> None:
         options.out,
         device,
         deterministic=options.deterministic,
+        skinny_rows=options.skinny_rows,
         filters=filters_of(options),
         ceilings=asdict(ceilings),
         vllm=asdict(vllm) if vllm else None,

@@ -24,8 +24,9 @@ _TYPICAL_CONTEXT = 1024
 class CudaDecode:
     """Decoding: one query per row. Rows without work have no context."""
 
-    def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache, page_table: Tensor, context_lens: Tensor, arrived: Tensor | None = None) -> None:
+        """With ``arrived``, one kernel attends and combines the splits of a row (see ``paged_decode_attention``)."""
+        self._cache, self._arrived = cache, arrived
         self._page_table, self._context_lens = page_table, context_lens
         self._num_splits = suggest_num_splits(len(context_lens), cache.spec.num_kv_heads, _TYPICAL_CONTEXT)
 
@@ -40,6 +41,7 @@ class CudaDecode:
             scale,
             num_splits=self._num_splits,
             window=window,
+            arrived=self._arrived,
         )
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.core.errors import ModelError
+from headwater.engine.attention import PagedAttention
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
 from headwater.engine.guides import Guidance
 from headwater.engine.kernels.activation import silu_and_mul
@@ -35,6 +36,7 @@ from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows
 from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
 from headwater.engine.runners.plain import Output, Runner
+from headwater.engine.runners.skinny import SkinnyLayers
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds
 from headwater.models.capture import capturing
 from headwater.models.precision import wide_linear
@@ -44,6 +46,11 @@ T = TypeVar("T")
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
 """Distance of further buckets: a compromise between the number of graphs to capture and padding."""
+SKINNY_ROWS = 0
+"""Passes with at most this many rows use the kernels of ``SkinnyLayers``; at most 32, and 0 to never use them.
+
+Off until ``benchmarks/skinny_products.py`` has been run on a GPU. Deterministic mode and float32 never use them.
+"""
 
 
 class CudaOps:
@@ -128,6 +135,9 @@ class CudaRunner(Runner):
             )
         super().__init__(model, spec, cache, rows, InvariantCudaOps() if deterministic else CudaOps())
         self._deterministic = deterministic
+        self._skinny: SkinnyLayers | None = None
+        if SKINNY_ROWS and self._fused is not None and not deterministic and spec.dtype.itemsize == 2:
+            self._skinny = self._fused.few_rows = SkinnyLayers(self._ops, SKINNY_ROWS, spec.device)
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
         self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
         self._graphs: dict[tuple[int, SamplingNeeds, int, int], torch.cuda.CUDAGraph] = {}
@@ -279,8 +289,12 @@ class CudaRunner(Runner):
 
     def _decode_hidden(self, num_rows: int) -> Tensor:
         rows = self.rows
-        make = CudaPrefill.of_rows if self._deterministic else CudaDecode
-        attention = make(self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows])
+        state = self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows]
+        attention: PagedAttention
+        if self._deterministic:
+            attention = CudaPrefill.of_rows(*state)
+        else:
+            attention = CudaDecode(*state, None if self._skinny is None else self._skinny.counters(num_rows))
         positions = self._decode_positions(num_rows)
         return self._hidden(rows.last_tokens[:num_rows], positions, rows.slots[:num_rows], attention)
 
