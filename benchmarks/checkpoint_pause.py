@@ -1,11 +1,15 @@
 """How long training pauses for a checkpoint: written in the background from a copy, and waited for.
 
     python benchmarks/checkpoint_pause.py --out benchmarks/results/checkpoint_pause_tiny_cpu.json
-    python benchmarks/checkpoint_pause.py --shape qwen2.5-1.5b --out benchmarks/results/checkpoint_pause_1.5b_h200.json
+    python benchmarks/checkpoint_pause.py --shape qwen2.5-1.5b --generate-s 10 --runs 1 --waits 0 \\
+        --out benchmarks/results/checkpoint_pause_1.5b_prepared_h200.json
 
 The pause is the time in which the loop cannot continue: until ``save`` returns, plus what the next update waits for the
-copy to main memory. Between the two lies ``--generate-s``, in which a run would generate the next batch. The first
-checkpoint also allocates the memory of the copy and is listed separately.
+copy to main memory. Between the two lies ``--generate-s``, in which a run would generate the next batch.
+
+The memory of the copy is allocated in the background from the start on, as in a run. The first checkpoint comes after
+one step: ``--generate-s``, then an update. If the memory is not there by then, the first pause contains the rest.
+``--unprepared`` does not allocate it before.
 """
 
 from __future__ import annotations
@@ -43,13 +47,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_shape(parser)
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    parser.add_argument("--generate-s", type=float, default=1.0, help="time between saving and the next update")
-    parser.add_argument("--runs", type=int, default=3, help="later checkpoints in the background (default 3)")
+    parser.add_argument("--generate-s", type=float, default=1.0, help="time in which a batch is generated (default 1)")
+    parser.add_argument("--unprepared", action="store_true", help="allocate the memory in the first checkpoint")
+    parser.add_argument("--runs", type=int, default=3, help="checkpoints in the background after the first (default 3)")
     parser.add_argument("--waits", type=int, default=1, help="checkpoints that are waited for (default 1)")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
     options = parser.parse_args()
     device = torch.device(options.device) if options.device else default_device()
     learner, batch = make_learner(options.shape, device)
+    start = first_step(learner, batch, options.generate_s, prepare=not options.unprepared)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-pause-", dir=options.folder))
     try:
         first_wait = options.runs + 1
@@ -65,12 +71,13 @@ def main() -> None:
         f"{options.shape} on {device.type}: {size:.1f} GiB; training pauses {pause:.2f} s, the first time "
         f"{rows[0]['pause_s']:.2f} s"
     )
+    print(f"the first checkpoint came {start['first_checkpoint_after_s']:.1f} s after the start")
     print(f"written in {rows[-1]['written_s']:.1f} s in the background")
     if wait is not None:
         print(f"without the background, training waits {wait:.1f} s")
     write_record(
-        options.out, device, shape=options.shape, checkpoint_gib=size, generate_s=options.generate_s, background=rows,
-        waited_s=waits, pause_median_s=pause, waited_median_s=wait,
+        options.out, device, shape=options.shape, checkpoint_gib=size, generate_s=options.generate_s, **start,
+        background=rows, waited_s=waits, pause_median_s=pause, waited_median_s=wait,
     )  # fmt: skip
 
 
@@ -83,8 +90,25 @@ def make_learner(shape: str, device: torch.device) -> tuple[LocalLearner, DataPr
     actor = Actor(engine, ppo, config.algorithm, loss_width=NUM_TOKENS)
     learner = LocalLearner(config, actor, load_tokenizer("tiny:qwen3"))
     batch = pad_trajectories([_trajectory(sample) for sample in range(4)], 0)
-    update(learner, batch)  # AdamW has averages from its first step on
     return learner, batch
+
+
+def first_step(learner: LocalLearner, batch: DataProto, generate_s: float, *, prepare: bool) -> dict[str, float | bool]:
+    """What a run does before its first checkpoint; AdamW has averages from its first step on."""
+    began = time.perf_counter()
+    if prepare:
+        learner.prepare_snapshot()
+    returned = time.perf_counter()
+    time.sleep(generate_s)
+    generated = time.perf_counter()
+    update(learner, batch)
+    ended = time.perf_counter()
+    return {
+        "is_prepared": prepare,
+        "prepare_returned_s": returned - began,
+        "first_update_s": ended - generated,
+        "first_checkpoint_after_s": ended - began,
+    }
 
 
 def _trajectory(sample: int) -> Trajectory:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from books import check_books, ledger
 from command import (
     CUT_DOWN,
     PROCESS_LIMIT_S,
@@ -32,7 +33,6 @@ from headwater.cli.process import EXIT_INTERRUPTED
 from headwater.config.load import load_config
 from headwater.data.sampler import ShufflingSampler
 from headwater.learner.build import LearnerSpec
-from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.source import PromptStream
 from headwater.trainer.learner_setup import build_training
 from headwater.trainer.rollout_setup import build_rollout
@@ -49,26 +49,6 @@ ASYNC = [
 def run_here(root: Path, name: str, *settings: str, base=ASYNC) -> Path:
     train_here(*base, f"run.root={root}", f"run.name={name}", *settings)
     return root / name
-
-
-def ledger(run: Path) -> list[dict]:
-    """One record per step, as the run stands."""
-    return [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
-
-
-def check_books(run: Path, num_steps: int, num_prompts: int = 4) -> None:
-    """Every line balances; every dispatch ended once; the prompts are those of the stream, in its order."""
-    lines = ledger(run)
-    assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
-    for line in lines:
-        counts = line["counts"]
-        assert counts["dispatched"] == sum(counts[key] for key in ("trained", "dropped", "buffered", "in_flight"))
-        assert counts["trained"] == num_prompts * line["step"]
-    trained = [each for line in lines for each in line["trained"]]
-    ends = sorted(trained + [each for line in lines for each in line["dropped"]], key=lambda each: each["id"])
-    assert [each["id"] for each in ends] == list(range(lines[-1]["counts"]["dispatched"]))
-    drawn = ShufflingSampler(num_rows=50, seed=0).take(len(ends))
-    assert [(each["index"], each["epoch"]) for each in ends] == [(each.index, each.epoch) for each in drawn]
 
 
 def lags(run: Path) -> set[int]:

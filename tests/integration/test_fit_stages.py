@@ -204,6 +204,45 @@ def test_a_run_that_only_evaluates(tmp_path):
     assert not (tmp_path / "only" / "checkpoints").exists()
 
 
+def test_remax_measures_rewards_from_those_of_greedy_responses(tmp_path):
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{number}+{number}="}], "data_source": "sums", "ground_truth": "0"}
+        for number in range(8)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train_here(
+        "quickstart", "remax", *CUT_DOWN, f"run.root={tmp_path}", "run.name=remax", "data.task_args={}",
+        "data.num_train_rows=2048", "data.num_eval_rows=256", f"data.train=[{file}]", f"data.eval=[{file}]",
+        "eval.num_prompts=0", "eval.every_steps=1", "eval.temperature=0", "rollout.max_new_tokens=6",
+    )  # fmt: skip
+    for step in (1, 2):
+        # The evaluation before a step is greedy and has the weights that the step's responses are sampled with.
+        evaluated = pq.read_table(tmp_path / "remax" / "eval" / f"step_{step - 1:06d}.parquet").to_pylist()
+        greedy = {row["prompt"]: row["reward"] for row in evaluated}
+        sampled = pq.read_table(tmp_path / "remax" / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        assert len(sampled) == 8
+        for row in sampled:
+            own = [each for each, is_trained in zip(row["advantages"], row["loss_mask"], strict=True) if is_trained]
+            assert own == pytest.approx([row["reward"] - greedy[row["prompt"]]] * len(own), abs=1e-6)
+        assert any(row["reward"] != greedy[row["prompt"]] for row in sampled)
+
+
+def test_memory_for_checkpoints_is_prepared_only_in_runs_that_write_them_while_they_train(tmp_path, monkeypatch):
+    prepare, told = LocalLearner.prepare_snapshot, []
+    monkeypatch.setattr(LocalLearner, "prepare_snapshot", lambda self: (told.append(self.status()), prepare(self)))
+    every_step = "trainer.checkpoint_every_steps=1"
+    for name, settings, count in [
+        ("end", [], 0),
+        ("waits", [every_step, "trainer.checkpoint_in_background=false"], 0),
+        ("background", [every_step], 1),
+    ]:
+        told.clear()
+        train_here("quickstart", *CUT_DOWN, *NO_EVAL, f"run.root={tmp_path}", f"run.name={name}", *settings)
+        assert [each.num_optimizer_steps for each in told] == [0] * count, name
+    assert same_weights(weights(tmp_path / "background", 2), weights(tmp_path / "waits", 2))
+
+
 def fails(*settings: object) -> str:
     result = headwater("train", "quickstart", *CUT_DOWN, *settings)
     assert result.code == 2, result.stdout + result.stderr

@@ -17,8 +17,10 @@ from pathlib import Path
 import forked
 import picture_tools
 import pytest
+from books import check_books
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 
+from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
 
 NUM_STEPS = 3
@@ -103,15 +105,6 @@ def timeless(run: Path) -> list[dict]:
     ]
 
 
-def check_ledger(run: Path, num_prompts: int = 4) -> None:
-    """Every dispatch ended once, and every step trained on its number of prompts."""
-    steps = [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
-    assert [each["step"] for each in steps] == list(range(1, NUM_STEPS + 1))
-    trained = [dispatch for each in steps for dispatch in each["trained"]]
-    ids = [each["id"] if isinstance(each, dict) else each for each in trained]
-    assert len(ids) == len(set(map(json.dumps, ids))) == NUM_STEPS * num_prompts
-
-
 def drawn_kill(draw: random.Random, whole_s: float) -> dict[str, float]:
     """When to kill a process: after one of its stages, or, if the duration of a run is known, in any second of it."""
     if whole_s and draw.random() < 0.4:
@@ -146,11 +139,36 @@ def killed_and_resumed(kind: str, root: Path, num_kills: int, seed: int) -> int:
             if is_exact:
                 assert same_weights(weights(run, NUM_STEPS), weights(root / "whole", NUM_STEPS)), kind
                 assert timeless(run) == timeless(root / "whole"), kind
-            check_ledger(run)
+            check_books(run, NUM_STEPS)
             number += 1
             run = root / f"killed-{number}"
             if num_done >= num_kills:
                 return num_done
+
+
+def test_the_check_finds_prompts_that_are_lost_or_trained_twice(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "run: {seed: 0}\ntrainer: {num_prompts_per_step: 2}\ndata: {num_train_rows: 50}\n"
+    )
+    draws = [(draw.index, draw.epoch) for draw in ShufflingSampler(num_rows=50, seed=0).take(9)]
+
+    def check(places: list[int]) -> None:
+        """Of a run of three steps whose dispatches have the draws of these places."""
+        trained = [{"id": id, "index": draws[at][0], "epoch": draws[at][1]} for id, at in enumerate(places)]
+        lines = [
+            {
+                "kind": "step", "step": step, "trained": trained[2 * step - 2 : 2 * step], "dropped": [],
+                "counts": {"dispatched": 2 * step, "trained": 2 * step, "dropped": 0, "buffered": 0, "in_flight": 0},
+            }
+            for step in (1, 2, 3)
+        ]  # fmt: skip
+        (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        check_books(tmp_path, num_steps=3)
+
+    check([0, 1, 2, 3, 4, 5])
+    for wrong in ([0, 1, 3, 4, 5, 6], [0, 1, 2, 2, 3, 4]):
+        with pytest.raises(AssertionError):
+            check(wrong)
 
 
 def test_a_killed_run_ends_bitwise_equal(tmp_path):

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import forked
 import pytest
+from books import check_books
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
 from test_kill import ASYNC, TOOLS, start_of, timeless
-
-from headwater.observe.run_directory import RunDirectory
 
 NUM_STEPS = 3
 SETTINGS = [
@@ -128,15 +127,6 @@ class Ranks:
         self._server.wait(PROCESS_LIMIT_S)
 
 
-def check_ledger(run: Path) -> None:
-    """Every step trained on its prompts, and no dispatch was trained twice or lost."""
-    steps = [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
-    assert [each["step"] for each in steps] == list(range(1, NUM_STEPS + 1))
-    ids = [each["id"] for step in steps for each in step["trained"]]
-    assert len(ids) == len(set(ids)) == 4 * NUM_STEPS
-    assert is_balanced(run)
-
-
 def is_balanced(run: Path) -> bool:
     counts = json.loads((run / "status.json").read_text())["ledger"]
     return counts["dispatched"] == sum(counts[name] for name in ("trained", "dropped", "buffered", "in_flight"))
@@ -170,7 +160,8 @@ def killed_and_resumed(ranks: Ranks, kind: str, root: Path, draw: random.Random)
         if codes != [0, 0]:
             killed.append(victim)
             continue
-        check_ledger(run)
+        check_books(run, NUM_STEPS)
+        assert is_balanced(run)
         if is_exact:
             assert same_weights(weights(run, NUM_STEPS), weights(whole, NUM_STEPS))
             assert timeless(run) == timeless(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -284,13 +285,21 @@ def train_on_two(run: Path, *arguments: object, limit_s: float = LIMIT_S) -> Non
 
 
 def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
-    settings = [*SMALL, "trainer.total_steps=1", "eval.before=false", "eval.after=false"]
+    settings = [
+        *SMALL, "trainer.total_steps=1", "trainer.checkpoint_every_steps=1", "eval.before=false", "eval.after=false",
+    ]  # fmt: skip
     run, alone = tmp_path / "quickstart", tmp_path / "alone" / "quickstart"
-    train_on_two(run, *settings, f"run.root={tmp_path}")
+    profile = ("trainer.profile.steps=[1]", "trainer.profile.ranks=[1]")
+    train_on_two(run, *settings, *profile, f"run.root={tmp_path}")
     train_here(*settings, f"run.root={tmp_path / 'alone'}")
     assert_same_steps(run, alone, rel=1e-5)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["alone", "quickstart"], "rank 0 alone writes a run"
     assert len(list((run / "checkpoints" / "step_000001" / "train").glob("shard_*_of_00002.safetensors"))) == 2
+    (trace,) = (run / "profile").iterdir()
+    assert trace.name == "step_000001_rank_1.json.gz", "the profile of the chosen rank"
+    events = {each.get("name", "") for each in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert "aten::mm" in events
+    assert any("all_gather" in name for name in events), "FSDP gathers the shards"
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ class Display:
             with Live(bar, console=self.console, refresh_per_second=8):
                 yield bar
         elif self.console.is_jupyter:
-            yield _Cell(name, total)
+            yield _Cell(name, total, start)
         else:
             yield _Lines(self.console, name, total, start)
 
@@ -142,12 +142,12 @@ class _Lines:
 class _Cell:
     """For notebooks: one line below the cell, which is replaced."""
 
-    def __init__(self, name: str, total: int) -> None:
+    def __init__(self, name: str, total: int, start: int) -> None:
         from IPython.display import display
 
         self._name = name
         self._total = total
-        self._shown = display({"text/plain": f"{name} 0/{total}"}, raw=True, display_id=True)
+        self._shown = display({"text/plain": f"{name} {start}/{total}"}, raw=True, display_id=True)
 
     def update(self, done: int, shown: Mapping[str, str]) -> None:
         self._shown.update({"text/plain": f"{self._name} {done}/{self._total}  {_join(shown)}"}, raw=True)
