@@ -100,5 +100,6 @@ def test_evaluation_and_export_of_a_run_with_pictures(tmp_path):
     result = headwater("export", run, "--to", tmp_path / "model")
     assert result.code == 0, result.stderr
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
+    assert 'pipeline_tag: "image-text-to-text"' in (tmp_path / "model" / "README.md").read_text()
     result = headwater("eval", tmp_path / "model", "--data", "shapes", "eval.num_prompts=4", "data.num_eval_rows=10")
     assert result.code == 0, result.stderr
