@@ -7,7 +7,7 @@ Every prompt has one picture and some text. Each of ``--sequences`` responses ha
 ``--samples`` of them share a prompt. Weights are random. Pictures and texts are new in every run, so reading pictures,
 the vision tower and prefill are part of the time. The table also shows how long the pictures of one run take to be
 read, by the engine's threads, and by the vision tower alone. ``--vllm-python`` is an interpreter with vLLM, which gets
-the same prompts in a separate process; without it, vLLM is not run.
+the same prompts in a separate process; without it, vLLM is not run. ``--profile`` writes where the time of a run goes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from engine_profile import profile
 from options import add_work, parser_of
 from PIL import Image
 from record import write_record
@@ -35,8 +37,9 @@ from headwater.config.schema import EngineConfig
 from headwater.core.media import Media, MediaContent
 from headwater.core.requests import ModelRequest, SamplingParams, derive_key
 from headwater.engine.engine import Engine
+from headwater.engine.tower import make_tower
 from headwater.models.load import load_model, load_processor, load_tokenizer
-from headwater.models.vision import VisionProcessor, VisionTower
+from headwater.models.vision import VisionProcessor
 from headwater.models.vision.families import vision_family
 from headwater.models.vision.files import files_of
 
@@ -146,13 +149,14 @@ def time_parts(engine: Engine, model: Any, contents: list[MediaContent]) -> tupl
     started = time.perf_counter()
     reader.read_all(contents)
     reading_s = time.perf_counter() - started
-    tower = VisionTower(model, reader.processor)
+    tower = make_tower(model, reader.processor)
+    inputs = [reader.processor.inputs(each) for each in contents]
     times = []
-    for _ in range(2):
+    for _ in range(3):
         _wait(model.device)
         started = time.perf_counter()
-        for place in range(0, len(contents), 27):
-            tower(contents[place : place + 27])
+        for place in range(0, len(contents), 28):
+            tower.of_inputs(inputs[place : place + 28])
         _wait(model.device)
         times.append(time.perf_counter() - started)
     return reading_s, min(times)
@@ -238,6 +242,25 @@ def run_case(
     )  # fmt: skip
 
 
+def write_profile(engine: Engine, processor: VisionProcessor, options: argparse.Namespace) -> None:
+    """For the first case: a run with pictures, and one with text to compare it with."""
+    samples, parts = options.samples[0], []
+    num_prompts = options.sequences // samples
+
+    def pictures(number: int) -> Callable[[], float]:
+        prompts = make_media_prompts(processor, num_prompts, options, number)
+        return lambda: run(engine, prompts, samples, options.new_tokens, number)
+
+    def text(number: int) -> Callable[[], float]:
+        made = make_prompts(num_prompts, options.image_tokens + options.text_tokens, 500, number)
+        return lambda: run(engine, [(tokens, ()) for tokens in made], samples, options.new_tokens, number)
+
+    for title, make in (("PICTURES", pictures), ("TEXT", text)):
+        parts += [title, profile(engine, make(801), make(802))]
+    options.profile.parent.mkdir(parents=True, exist_ok=True)
+    options.profile.write_text("\n".join(parts))
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny", help="shape of the model; its weights are random")
@@ -247,6 +270,7 @@ def main() -> None:
     parser.add_argument("--text-tokens", type=int, default=64, help="default 64")
     add_work(parser, new_tokens=256, runs=2)
     parser.add_argument("--vllm-python", help="interpreter of an environment that has vLLM")
+    parser.add_argument("--profile", type=Path, help="write where the time of one run goes, by stage and by kernel")
     options = parser.parse_args()
     options.image_tokens = options.image_tokens or (16 if options.shape == "tiny" else 512)
     device = default_device()
@@ -264,6 +288,8 @@ def main() -> None:
             f"{one.reading_s:>8.2f}s {one.tower_s:>7.2f}s {vllm:>10}",
             flush=True,
         )
+    if options.profile is not None:
+        write_profile(engine, processor, options)
     engine.close()
     write_record(options.out, device, shape=options.shape, results=[asdict(each) for each in results])
 

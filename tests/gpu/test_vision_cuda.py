@@ -176,11 +176,13 @@ def test_deterministic_mode_gives_the_same_bits_in_any_company(name, dtype):
 def test_sleep_and_wake_bring_the_tower_back(keep_addresses):
     name = NAMES[0]
     asked = [asking(name, [ONE], 1), asking(name, [], 2)]
-    with cuda(name, keep_addresses=keep_addresses) as engine:
+    # In the fast mode, the last bits depend on which requests share a pass, so on how fast pictures are read.
+    with cuda(name, keep_addresses=keep_addresses, deterministic=True) as engine:
         before, checksum = engine.generate(asked), engine.weights_checksum()
         engine.sleep()
         assert engine.weights_checksum() == checksum
         engine.wake()
+        assert engine.weights_checksum() == checksum
         assert bits(engine.generate(asked)) == bits(before)
         assert_right(name, asked, before)
 

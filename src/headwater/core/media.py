@@ -34,7 +34,7 @@ _IMAGE_TYPES = (
 """How encoded images begin."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class MediaContent:
     """An image, or a video as a sequence of images."""
 

@@ -38,6 +38,7 @@ from headwater.engine.rows import DecodeRows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import EngineSequence
+from headwater.engine.tower import make_tower, num_copied_bytes
 from headwater.engine.virtual_memory import is_supported
 from headwater.models.checksum import dtype_name, dtype_of_checksum
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
@@ -125,7 +126,7 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             page_tokens=page_tokens,
             is_shared=shares_device,
-            num_media_bytes=GPU_MEDIA_BYTES if processor is not None and on_gpu else 0,
+            num_media_bytes=GPU_MEDIA_BYTES + num_copied_bytes(model) if processor is not None and on_gpu else 0,
         )
         scheduler = Scheduler(
             max_sequences=max_sequences,
@@ -155,9 +156,13 @@ class Engine:
         """The given config, with the values that the engine chose filled in."""
         self.tokenizer = tokenizer
         self._model = model
-        self._media = MediaReader(processor, uses_grid=spec.uses_grid) if processor is not None else None
-        if self._media is not None:
-            self._runner.media = MediaEncoder(model, self._media, CACHE_BYTES, deterministic=config.deterministic)
+        self._media: MediaReader | None = None
+        if processor is not None:
+            self._media = MediaReader(processor, uses_grid=spec.uses_grid, dtype=spec.dtype, device=spec.device)
+            tower = make_tower(model, self._media.processor)
+            self._runner.media = MediaEncoder(
+                model, tower, self._media, CACHE_BYTES, deterministic=config.deterministic
+            )
         self._mailboxes = Mailboxes()
         self._weights = ModelWeights(model)
         if keeps_addresses:

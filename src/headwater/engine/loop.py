@@ -79,7 +79,7 @@ class EngineLoop:
         self._rounds: deque[Round] = deque()
         self._awaiting_drain: deque[EngineOrder] = deque()
         self._inbox: deque[EngineSequence | EngineOrder] = deque()
-        self._unread = UnreadRequests()
+        self._unread = UnreadRequests(enough_tokens=MAX_PREFILLS_PER_ROUND * max_scored_tokens)
         self._abandoned: set[EngineSequence] = set()
         self._is_called = False
         """Whether a caller waits for the end of this round: the inbox has a command, or a request was abandoned."""
@@ -164,7 +164,7 @@ class EngineLoop:
             self.runner.use_device()
             while self._wait_for_work():
                 self._take_inbox()
-                if self._unread.has_news:
+                if self._unread.is_due:
                     self._take_read()
                 if not (self._awaiting_drain and self._finish_drain()):
                     self._round()
@@ -180,7 +180,7 @@ class EngineLoop:
         with self._wakeup:
             was_idle = not self._has_work()
             while not self._has_work() and not self._inbox and not self._abandoned and not self._closing:
-                self._wakeup.wait(_IDLE_S)
+                self._wakeup.wait(self._unread.until_due(_IDLE_S))
             if self._closing and not self._inbox:
                 return False
             if was_idle and not self.is_paused:
@@ -193,7 +193,7 @@ class EngineLoop:
         return True
 
     def _has_work(self) -> bool:
-        if self._rounds or self._unread.has_news:
+        if self._rounds or self._unread.is_due:
             return True
         if self._awaiting_drain:
             return not self._cannot_run or not self.scheduler.num_draining
@@ -245,6 +245,8 @@ class EngineLoop:
                 self._enter(sequence)
             else:
                 self._end_with(sequence, error)
+        if self.runner.media is not None and not self.is_paused and not self._cannot_run:
+            self.runner.media.prepare(self._unread.read_media())
 
     def _enter(self, sequence: EngineSequence) -> None:
         if sequence.request.sampling.prompt_logprobs:

@@ -6,29 +6,31 @@ share the features of a picture. The weights of the tower may change: then every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headwater.core.byte_cache import ByteCache
-from headwater.core.media import MediaContent
+from headwater.core.media import MediaContent, PlacedMedia
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.media_reader import Inputs, MediaFailed, MediaReader
 from headwater.engine.rows import upload
-from headwater.models.vision import MediaFeatures, VisionTower
+from headwater.models.vision import MediaFeatures
 
 CACHE_BYTES = 512 * 2**20
 """Size limit of the cache. The features of one batch are kept in any case."""
-_CPU_TOWER_BYTES, _GPU_TOWER_BYTES = 32 * 2**20, 256 * 2**20
+_CPU_TOWER_NUMBERS, _GPU_TOWER_NUMBERS = 8 * 2**20, 80 * 2**20
 """Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger. On a GPU
-these are the pictures of one batch of prompts: about 27 of 512 tokens."""
-GPU_MEDIA_BYTES = CACHE_BYTES + 12 * _GPU_TOWER_BYTES
+these are the pictures of one batch of prompts: 34 of 512 tokens."""
+_AHEAD_TOKENS = 4096
+"""How many tokens pictures must have to be computed before their requests have entered: eight pictures of 512."""
+GPU_MEDIA_BYTES = CACHE_BYTES + 36 * _GPU_TOWER_NUMBERS
 """Device memory to leave for media: the cache, and the pass of a tower over one batch. In half precision, a layer of
-Qwen2.5-VL's tower needs about nine times the bytes of the pictures, which are float32."""
+Qwen2.5-VL's tower needs about 30 bytes for every number of the pictures."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +59,62 @@ class MediaInputs:
         )
 
 
+class Tower(Protocol):
+    """What turns the tensors of pictures into features."""
+
+    def of_inputs(self, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
+        """The features of several pictures, whose tensors are on the host."""
+        ...
+
+    def weights_changed(self) -> None:
+        """Called when the weights of the model have changed, and before they leave the device."""
+        ...
+
+
 class MediaEncoder:
     """The vision tower of a model, and the features it has computed. The engine's thread owns it."""
 
-    def __init__(self, model: Any, reader: MediaReader, max_bytes: int, *, deterministic: bool) -> None:
+    def __init__(self, model: Any, tower: Tower, reader: MediaReader, max_bytes: int, *, deterministic: bool) -> None:
         """``deterministic``: the features of a picture do not depend on which others are computed with it."""
-        self._tower = VisionTower(model, reader.processor)
+        self._tower = tower
         self._reader = reader
         self._device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self._one_by_one = deterministic
-        self._max_tower_bytes = _GPU_TOWER_BYTES if self._device.type == "cuda" else _CPU_TOWER_BYTES
+        self._max_numbers = _GPU_TOWER_NUMBERS if self._device.type == "cuda" else _CPU_TOWER_NUMBERS
+        self._refused: set[str] = set()
+        """What could not be prepared the last time: it is not tried again until it is needed."""
         self.cache: ByteCache[str, MediaFeatures] = ByteCache(max_bytes, feature_bytes)
 
     def forget(self) -> None:
-        """The weights of the tower have changed."""
+        """The weights of the tower have changed, or leave the device."""
         self.cache.clear()
+        self._tower.weights_changed()
+
+    @torch.inference_mode()
+    def prepare(self, media: Iterable[PlacedMedia]) -> None:
+        """Compute features that will soon be needed, if there are enough of them for a pass.
+
+        A GPU then works while other pictures are still being read.
+        """
+        new: dict[str, MediaContent] = {}
+        num_tokens = num_bytes = 0
+        for item in media:
+            digest = item.content.digest
+            features = self.cache.get(digest)
+            if features is not None:
+                num_bytes += feature_bytes(features)
+            elif digest not in new and digest not in self._refused:
+                new[digest] = item.content
+                num_tokens += item.num_tokens
+        # More than that might be dropped before it is used.
+        if num_tokens < _AHEAD_TOKENS or 2 * num_bytes > self.cache.max_bytes:
+            return
+        try:
+            self._features(new)
+        except MediaFailed:
+            self._refused = set(new)  # the requests that need them will be told
 
     @torch.inference_mode()
     def inputs(self, media: BatchMedia) -> MediaInputs:
@@ -111,14 +152,14 @@ class MediaEncoder:
     def _batches(self, inputs: Mapping[str, Inputs]) -> list[dict[str, Inputs]]:
         """What the tower computes together."""
         batches: list[dict[str, Inputs]] = []
-        num_bytes = 0
+        num_numbers = 0
         for digest, tensors in inputs.items():
-            own = sum(each.nbytes for each in tensors.values())
-            if not batches or self._one_by_one or num_bytes + own > self._max_tower_bytes:
+            own = sum(each.numel() for each in tensors.values())
+            if not batches or self._one_by_one or num_numbers + own > self._max_numbers:
                 batches.append({})
-                num_bytes = 0
+                num_numbers = 0
             batches[-1][digest] = tensors
-            num_bytes += own
+            num_numbers += own
         return batches
 
     def _computed(self, inputs: Mapping[str, Inputs]) -> dict[str, MediaFeatures]:

@@ -13,17 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
+from weakref import ref
 
+import torch
 from torch import Tensor
 
 from headwater.core.errors import RequestError, RolloutFailed
-from headwater.core.media import MediaContent, PlacedMedia
+from headwater.core.media import Media, MediaContent, PlacedMedia
 from headwater.core.requests import ModelRequest
 from headwater.models.vision import VisionProcessor
 from headwater.models.vision.family import BlockShape
 from headwater.models.vision.frames import num_pixels
 
-_MAX_THREADS = 8
+_MAX_THREADS = 16
 _NUM_KNOWN = 1024
 """How many items that were read are remembered, so that the samples of a group read their pictures once."""
 MAX_PIXELS = 2**30
@@ -85,14 +87,54 @@ def _is_done(check: Future[Future[None]]) -> bool:
     return check.done() and (check.cancelled() or check.exception() is not None or check.result().done())
 
 
+def _are(last: Sequence[tuple[ref[MediaContent], object]], media: Media) -> bool:
+    """Whether these are the same objects, so that nothing needs to be checked again."""
+    if len(last) != len(media):
+        return False
+    pairs = zip(last, media, strict=True)
+    return all(content() is item.content and blocks is item.blocks for (content, blocks), item in pairs)
+
+
+def _has_failed(check: Future[Future[None]]) -> bool:
+    if not _is_done(check):
+        return False
+    return check.cancelled() or check.exception() is not None or check.result().exception() is not None
+
+
+class _TowerInputs(VisionProcessor):
+    """Makes tensors that a vision tower can take as they are: in its type, and in memory that a GPU copies from without
+    making the engine wait."""
+
+    def __init__(self, processor: VisionProcessor, dtype: torch.dtype | None, device: torch.device | None) -> None:
+        # A separate cache: pictures of many requests wait at the same time.
+        super().__init__(processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES)
+        self._dtype = dtype
+        self._device = device
+
+    def _made(self, content: MediaContent) -> dict[str, Tensor]:
+        made = super()._made(content)
+        for name in [each for each in made if each.startswith("pixel_values")]:
+            made[name] = made[name].to(self._dtype or made[name].dtype)
+            if self._device is not None and self._device.type == "cuda":
+                with torch.cuda.device(self._device):  # threads begin with the first device
+                    made[name] = made[name].pin_memory()
+        return made
+
+
 class MediaReader:
     """Reads the media of requests. Its methods may be called from any thread."""
 
-    def __init__(self, processor: VisionProcessor, *, uses_grid: bool) -> None:
-        # A separate cache: pictures of many requests wait at the same time.
-        self.processor = VisionProcessor(
-            processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES
-        )
+    def __init__(
+        self,
+        processor: VisionProcessor,
+        *,
+        uses_grid: bool,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """``dtype`` and ``device`` are those of the vision tower that takes the tensors. By default they are float32,
+        in ordinary memory."""
+        self.processor: VisionProcessor = _TowerInputs(processor, dtype, device)
         self._uses_grid = uses_grid
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(num_threads, "headwater-media")
@@ -100,6 +142,8 @@ class MediaReader:
         """For pictures that were read and dropped before their turn: they do not wait behind new ones."""
         self._known: OrderedDict[str, Future[None]] = OrderedDict()
         """By digest, only of contents whose digest is right."""
+        self._last: tuple[list[tuple[ref[MediaContent], object]], Sequence[Future[Future[None]]]] = [], ()
+        """Contents and blocks of a request, and their checks. The samples of a prompt share all of them."""
         self._lock = threading.Lock()
 
     def check(self, request: ModelRequest) -> None:
@@ -117,9 +161,14 @@ class MediaReader:
         def is_done(_: Future[Any]) -> None:
             on_done()
 
+        last, known = self._last
+        if _are(last, request.media) and not any(map(_has_failed, known)):
+            # Whoever began them is told when they are done, and looks at all requests.
+            return Reading(request, known)
         checks = [self._submit(self._checked, item, is_done) for item in request.media]
         for check in checks:
             check.add_done_callback(is_done)
+        self._last = [(ref(item.content), item.blocks) for item in request.media], checks
         return Reading(request, checks)
 
     def read(self, request: ModelRequest) -> None:

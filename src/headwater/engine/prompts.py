@@ -6,16 +6,19 @@ Sequences that start with the same tokens share one job, so that a prompt is com
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headwater.core.media import Media
+from headwater.core.media import Media, PlacedMedia
 from headwater.engine.pages import PagePool, Pages, prefix_keys
 from headwater.engine.sequence import EngineSequence
 
+_GATHER_S = 0.1
+"""How long requests whose media have been read wait for others that are being read: about the time for 40 pictures."""
 _NO_PAGES: Pages = np.zeros(0, np.int32)
 
 
@@ -137,7 +140,7 @@ class Prompts:
         self._num_computing = 0
         self._held: list[EngineSequence] = []
         self._is_holding = False
-        self._last_prompt: tuple[int, ...] = ()
+        self._last_prompt: tuple[tuple[int, ...], list[object]] = (), []
         self._last_key = b""
         """The key of ``_last_prompt``."""
 
@@ -170,11 +173,14 @@ class Prompts:
 
     def _key(self, sequence: EngineSequence) -> bytes:
         """See ``PromptJob.key``. Samples of a prompt arrive one after the other and share its tokens."""
-        prompt = sequence.request.input_tokens
-        if sequence.tokens or sequence.request.media:
+        if sequence.tokens:
             return sequence.all_tokens().tobytes()
-        if prompt is not self._last_prompt:
-            self._last_prompt, self._last_key = prompt, sequence.all_tokens().tobytes()
+        prompt = sequence.request.input_tokens
+        # Not the media themselves, whose files would be kept.
+        media: list[object] = [(item.content.digest, item.blocks) for item in sequence.request.media]
+        tokens, last_media = self._last_prompt
+        if prompt is not tokens or media != last_media:
+            self._last_prompt, self._last_key = (prompt, media), sequence.all_tokens().tobytes()
         return self._last_key
 
     def add_again(self, sequence: EngineSequence, key: bytes) -> None:
@@ -286,12 +292,31 @@ class Prompts:
 
 class UnreadRequests:
     """Requests whose images and videos are being read by other threads, in the order of their arrival. They enter the
-    queue when that is done. The engine's thread owns them; other threads only set ``has_news``."""
+    queue when that is done. The engine's thread owns them; other threads only set ``has_news``.
 
-    def __init__(self) -> None:
+    Pictures are read one by one. Requests that entered one by one would be computed one by one, and the first would run
+    alone meanwhile, so those that have been read wait for the others: until all have been read, or they are enough
+    tokens for the engine, or for a short time.
+    """
+
+    def __init__(self, enough_tokens: int) -> None:
         self.has_news = False
         """Whether the media of a request may have been read since ``take_read`` looked."""
+        self._enough_tokens = enough_tokens
+        self._deadline: float | None = None
+        """When the requests that have been read stop to wait for the others."""
         self._sequences: dict[EngineSequence, None] = {}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to call ``take_read``."""
+        return self.has_news or (self._deadline is not None and time.monotonic() >= self._deadline)
+
+    def until_due(self, limit_s: float) -> float:
+        """Seconds until ``is_due`` without news, or ``limit_s`` if that is sooner."""
+        if self._deadline is None:
+            return limit_s
+        return max(0.0, min(limit_s, self._deadline - time.monotonic()))
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -305,20 +330,57 @@ class UnreadRequests:
             self.has_news = True
 
     def take_read(self) -> Iterator[EngineSequence]:
-        """Requests whose media have been read, or cannot be read.
+        """Requests whose media have been read, or cannot be read, if they need not wait for others.
 
         Each is removed after the caller has processed it, so that it fails with the others if this fails.
         """
         self.has_news = False  # before looking: what is read from now on is news
-        for sequence in list(filter(_is_read, self._sequences)):
+        read = self._read()
+        if not read or self._waits(read):
+            return
+        self._deadline = None
+        for sequence in read:
             yield sequence
             del self._sequences[sequence]
+
+    def read_media(self) -> Iterator[PlacedMedia]:
+        """What has been read for requests that still wait for others. Samples of a prompt share it."""
+        if self._deadline is None:
+            return
+        seen: set[int] = set()
+        for sequence in self._read():
+            assert sequence.reading is not None
+            if id(sequence.reading.checks) not in seen and sequence.reading.error() is None:
+                yield from sequence.request.media
+            seen.add(id(sequence.reading.checks))
+
+    def _read(self) -> list[EngineSequence]:
+        read, is_done = [], dict[int, bool]()
+        for sequence in self._sequences:
+            checks = id(None if sequence.reading is None else sequence.reading.checks)
+            if checks not in is_done:  # the samples of a prompt share them
+                is_done[checks] = _is_read(sequence)
+            if is_done[checks]:
+                read.append(sequence)
+        return read
+
+    def _waits(self, read: list[EngineSequence]) -> bool:
+        if len(read) == len(self._sequences):
+            return False
+        # The samples of a prompt are computed together.
+        prompts = {id(each.request.input_tokens): len(each.request.input_tokens) for each in read}
+        if sum(prompts.values()) >= self._enough_tokens:
+            return False
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _GATHER_S
+        return time.monotonic() < self._deadline
 
     def take_out(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
         """Remove the sequences for which ``wanted`` is true."""
         removed = list(filter(wanted, self._sequences))
         for sequence in removed:
             del self._sequences[sequence]
+        self.has_news = bool(self._sequences)  # those that are left may have waited for these
         return removed
 
 

@@ -24,7 +24,7 @@ from headwater.core.errors import RequestError, RolloutFailed
 from headwater.core.media import MediaBlock, MediaContent
 from headwater.engine.engine import Engine
 from headwater.engine.media_reader import MediaReader
-from headwater.models.vision import VisionTower
+from headwater.engine.tower import PackedTower
 
 NAME = "qwen2_5_vl"
 GOOD = asking(NAME, [picture(1)])
@@ -217,14 +217,14 @@ def test_a_picture_that_is_too_much_for_the_tower_fails_its_requests_alone(score
     bad = [asking(NAME, [picture(1), large], key, prompt_logprobs=scores) for key in (5, 6)]
     with running(NAME) as engine:
         expected = [each.output_tokens for each in engine.generate(good)]
-    of_inputs = VisionTower.of_inputs
+    of_inputs = PackedTower.of_inputs
 
     def limited(tower, inputs):
         if any(len(each["pixel_values"]) > 16 for each in inputs):
             raise torch.OutOfMemoryError("no memory for so many patches")
         return of_inputs(tower, inputs)
 
-    monkeypatch.setattr(VisionTower, "of_inputs", limited)
+    monkeypatch.setattr(PackedTower, "of_inputs", limited)
 
     async def all_of_them(engine):
         return await asyncio.gather(*map(engine.agenerate, [*good, *bad]), return_exceptions=True)

@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 1024
+_MAX_ROWS = 65535
+"""Limit of the second dimension of a grid."""
 
 
 @triton.jit
@@ -30,8 +32,10 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "gate_up's rows must be contiguous"
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    # Tokens are the second dimension of the grid, which is limited to 65535, more than one forward pass has.
-    _silu_and_mul[(triton.cdiv(size, _BLOCK), tokens)](
-        gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
-    )
+    # Tokens are the second dimension of the grid, which is limited. Only a vision tower has more of them.
+    for start in range(0, tokens, _MAX_ROWS):
+        rows = gate_up[start : start + _MAX_ROWS]
+        _silu_and_mul[(triton.cdiv(size, _BLOCK), len(rows))](
+            rows, out[start:], gate_up.stride(0), SIZE=size, BLOCK=_BLOCK, num_warps=4
+        )
     return out

@@ -42,14 +42,19 @@ def _attend(
 ) -> tuple[Tensor, None]:
     # [1, heads, patches, head dim] → [patches, heads, head dim]
     query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    return attend_within(query, key, value, cu_seq_lens_q, int(max_length_q), scaling)[None], None
+
+
+def attend_within(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float) -> Tensor:
+    """Attention within parts of ``[patches, heads, head dim]``: every patch attends to all patches of its part.
+
+    ``starts`` are where the parts begin, and the end of the last one. ``longest`` is the size of the largest part.
+    """
     if query.is_cuda and value.dtype in (torch.bfloat16, torch.float16):
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        starts = cu_seq_lens_q.to(torch.int32)
-        output: Tensor = _varlen_attention()(
-            query, key, value, starts, starts, int(max_length_q), int(max_length_q), scale=scaling
-        )
-        return output[None], None
-    return _by_size(query, key, value, cu_seq_lens_q, scaling)[None], None
+        query, key, starts = query.to(value.dtype), key.to(value.dtype), starts.to(torch.int32)
+        output: Tensor = _varlen_attention()(query, key, value, starts, starts, longest, longest, scale=scale)
+        return output
+    return _by_size(query, key, value, starts, scale)
 
 
 def _by_size(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float) -> Tensor:

@@ -78,7 +78,10 @@ class VisionProcessor:
 
     def inputs(self, content: MediaContent) -> Mapping[str, Tensor]:
         """The tensors of one item, on the CPU, with the names that the model's forward pass gives them."""
-        return self._cache.get_or_load(content.digest, lambda: self.family.inputs(content))
+        return self._cache.get_or_load(content.digest, lambda: self._made(content))
+
+    def _made(self, content: MediaContent) -> dict[str, Tensor]:
+        return self.family.inputs(content)
 
     def model_inputs(self, tokens: Sequence[int], media: Media) -> dict[str, Tensor]:
         """What the forward pass and ``generate`` of the whole transformers model take for one sequence."""

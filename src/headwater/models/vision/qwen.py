@@ -20,6 +20,13 @@ _TENSORS: dict[MediaKind, tuple[str, str]] = {
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 
 
+def patches_of(inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, int, int]]:
+    """The patches of one picture or video, and its groups of frames and rows and columns of patches."""
+    pixels, grid = _TENSORS["image" if "pixel_values" in inputs else "video"]
+    num_frames, height, width = inputs[grid][0].tolist()
+    return inputs[pixels], (num_frames, height, width)
+
+
 class QwenFamily:
     """A picture is cut into patches. The tower merges squares of them into one token each.
 

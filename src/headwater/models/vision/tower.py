@@ -10,6 +10,7 @@ from torch import Tensor
 from headwater.core.media import MediaContent
 from headwater.models.vision.attention import use_window_attention
 from headwater.models.vision.family import MediaFeatures
+from headwater.models.vision.patch_projection import use_patch_projection
 from headwater.models.vision.processor import VisionProcessor
 
 
@@ -21,6 +22,7 @@ class VisionTower:
 
     def __init__(self, model: Any, processor: VisionProcessor) -> None:
         use_window_attention(model)
+        use_patch_projection(model)
         self._model = model
         self._processor = processor
 
@@ -38,3 +40,6 @@ class VisionTower:
         device = self._model.get_input_embeddings().weight.device
         uploaded = [{name: tensor.to(device, non_blocking=True) for name, tensor in each.items()} for each in inputs]
         return self._processor.family.features(self._model, uploaded)
+
+    def weights_changed(self) -> None:
+        """Nothing is kept of the weights."""
