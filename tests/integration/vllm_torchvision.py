@@ -1,4 +1,4 @@
-"""Makes torchvision importable beside a torch for CPUs. ``make setup-vllm`` runs it with the interpreter of that environment.
+"""Makes torchvision importable beside a torch for CPUs. ``make setup-vllm`` runs it in the environment of vLLM.
 
 vLLM scales images with torchvision, whose wheels are linked with CUDA. A torch without CUDA cannot load their compiled
 part. torchvision itself continues without it, but its import fails because the fake versions of two operators, which

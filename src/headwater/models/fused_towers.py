@@ -1,8 +1,8 @@
 """Fused rotary embeddings and gated products in Qwen's vision towers, for training on CUDA, with Liger's kernels.
 
-The towers are narrow and their pictures are many patches, so most of their time is spent on reading and writing numbers
-one by one, unless each is read once. Products of Qwen2.5-VL's gated layers have a width of 3420, for which cuBLAS has no
-fast kernels: rows of bfloat16 numbers would have to be multiples of eight. So they are filled up with zeros.
+The layers of transformers read and write all numbers of a tower many times between two products. The kernels do it
+once. The gated layers of Qwen2.5-VL have a width of 3420, for which cuBLAS has no fast kernels: it needs rows of eight
+bfloat16 numbers or a multiple of that. So their weights are filled up with zeros.
 """
 
 from __future__ import annotations
