@@ -38,7 +38,7 @@ from headwater.engine.rows import DecodeRows
 from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import EngineSequence
-from headwater.engine.tower import make_tower, num_copied_bytes
+from headwater.engine.tower import PackedTower, make_tower, num_copied_bytes
 from headwater.engine.virtual_memory import is_supported
 from headwater.models.checksum import dtype_name, dtype_of_checksum
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
@@ -158,8 +158,14 @@ class Engine:
         self._model = model
         self._media: MediaReader | None = None
         if processor is not None:
-            self._media = MediaReader(processor, uses_grid=spec.uses_grid, dtype=spec.dtype, device=spec.device)
-            tower = make_tower(model, self._media.processor)
+            tower = make_tower(model, processor)
+            self._media = MediaReader(
+                processor,
+                uses_grid=spec.uses_grid,
+                dtype=spec.dtype,
+                device=spec.device,
+                as_levels=isinstance(tower, PackedTower),
+            )
             self._runner.media = MediaEncoder(
                 model, tower, self._media, CACHE_BYTES, deterministic=config.deterministic
             )

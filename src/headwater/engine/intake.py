@@ -139,12 +139,12 @@ class Intake:
     def check(self, request: ModelRequest) -> None:
         tokens, sampling = self._last_checked
         is_like_last = request.input_tokens is tokens and request.sampling is sampling
-        if is_like_last and not request.given_tokens and not request.media:
+        if request.media:
+            self._check_media(request)
+        if is_like_last and not request.given_tokens:
             self._limits.check_key(request)
             return
         self._limits.check(request)
-        if request.media:
-            self._check_media(request)
         if request.sampling.grammar is not None:
             self._grammars.start(request.sampling.grammar)
         self._last_checked = request.input_tokens, request.sampling

@@ -154,7 +154,8 @@ class MediaEncoder:
         batches: list[dict[str, Inputs]] = []
         num_numbers = 0
         for digest, tensors in inputs.items():
-            own = sum(each.numel() for each in tensors.values())
+            # The tower makes two frames of the bytes of a picture.
+            own = sum(each.numel() * (2 if each.dtype == torch.uint8 else 1) for each in tensors.values())
             if not batches or self._one_by_one or num_numbers + own > self._max_numbers:
                 batches.append({})
                 num_numbers = 0

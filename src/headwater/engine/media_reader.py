@@ -98,23 +98,31 @@ def _are(last: Sequence[tuple[ref[MediaContent], object]], media: Media) -> bool
 def _has_failed(check: Future[Future[None]]) -> bool:
     if not _is_done(check):
         return False
-    return check.cancelled() or check.exception() is not None or check.result().exception() is not None
+    if check.cancelled() or check.exception() is not None:
+        return True
+    reading = check.result()
+    return reading.cancelled() or reading.exception() is not None
 
 
 class _TowerInputs(VisionProcessor):
     """Makes tensors that a vision tower can take as they are: in its type, and in memory that a GPU copies from without
     making the engine wait."""
 
-    def __init__(self, processor: VisionProcessor, dtype: torch.dtype | None, device: torch.device | None) -> None:
+    def __init__(
+        self, processor: VisionProcessor, dtype: torch.dtype | None, device: torch.device | None, *, as_levels: bool
+    ) -> None:
         # A separate cache: pictures of many requests wait at the same time.
         super().__init__(processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES)
         self._dtype = dtype
         self._device = device
+        self._as_levels = as_levels
 
     def _made(self, content: MediaContent) -> dict[str, Tensor]:
-        made = super()._made(content)
-        for name in [each for each in made if each.startswith("pixel_values")]:
-            made[name] = made[name].to(self._dtype or made[name].dtype)
+        family: Any = self.family
+        made: dict[str, Tensor] = family.level_inputs(content) if self._as_levels else family.inputs(content)
+        for name in [each for each in made if each.startswith("pixel_")]:
+            if made[name].is_floating_point():
+                made[name] = made[name].to(self._dtype or made[name].dtype)
             if self._device is not None and self._device.type == "cuda":
                 with torch.cuda.device(self._device):  # threads begin with the first device
                     made[name] = made[name].pin_memory()
@@ -131,10 +139,11 @@ class MediaReader:
         uses_grid: bool,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        as_levels: bool = False,
     ) -> None:
         """``dtype`` and ``device`` are those of the vision tower that takes the tensors. By default they are float32,
-        in ordinary memory."""
-        self.processor: VisionProcessor = _TowerInputs(processor, dtype, device)
+        in ordinary memory. ``as_levels``: the tower takes ``QwenFamily.level_inputs``."""
+        self.processor: VisionProcessor = _TowerInputs(processor, dtype, device, as_levels=as_levels)
         self._uses_grid = uses_grid
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(num_threads, "headwater-media")

@@ -336,7 +336,7 @@ class UnreadRequests:
         """
         self.has_news = False  # before looking: what is read from now on is news
         read = self._read()
-        if not read or self._waits(read):
+        if read and self._waits(read):
             return
         self._deadline = None
         for sequence in read:

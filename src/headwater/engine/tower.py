@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from headwater.models.upload import upload
 from headwater.models.vision import MediaFeatures, VisionProcessor, VisionTower
 from headwater.models.vision.attention import attend_within
 from headwater.models.vision.grids import GridShape, PatchLayout
-from headwater.models.vision.qwen import patches_of
+from headwater.models.vision.qwen import QwenFamily, kind_of, patches_of
 
 _PACKED = ("qwen2_5_vl", "qwen3_vl")
 _ALIGNMENT = 64
@@ -35,10 +36,10 @@ def make_tower(model: Any, processor: VisionProcessor) -> Tower:
     if not _can_pack(model):
         return VisionTower(model, processor)
     if model.device.type != "cuda":
-        return PackedTower(model, CpuOps())
+        return PackedTower(model, processor.family, CpuOps())
     from headwater.engine.runners.cuda import CudaOps  # needs Triton, which only CUDA builds of torch install
 
-    return PackedTower(model, CudaOps())
+    return PackedTower(model, processor.family, CudaOps())
 
 
 def num_copied_bytes(model: Any) -> int:
@@ -93,9 +94,12 @@ class _GatedWeights:
 
 
 class PackedTower:
-    """The tower of Qwen2.5-VL or Qwen3-VL. It reads the model's own weights, except copies of gated layers."""
+    """The tower of Qwen2.5-VL or Qwen3-VL. It reads the model's own weights, except copies of gated layers.
 
-    def __init__(self, model: Any, ops: DecoderOps) -> None:
+    It takes the inputs of a ``QwenFamily`` and, in less time, its ``level_inputs``.
+    """
+
+    def __init__(self, model: Any, family: Any, ops: DecoderOps) -> None:
         self._visual = visual = _visual(model)
         self._ops = ops
         self._device: torch.device = model.device
@@ -109,6 +113,9 @@ class PackedTower:
         """Blocks that attend to whole frames although the tower has windows."""
         self._deep = list(getattr(visual, "deepstack_visual_indexes", ()))
         self._copies: list[_GatedWeights | None] = []
+        self._family: QwenFamily = family
+        like = visual.patch_embed.proj.weight
+        self._tables = {kind: patches.table.to(like) for kind, patches in family.patches.items()}
 
     def weights_changed(self) -> None:
         self._copies = []
@@ -118,22 +125,32 @@ class PackedTower:
         made = [patches_of(each) for each in inputs]
         layout = PatchLayout.of([grid for _, grid in made], self._shape)
         sizes = [grid[0] * grid[1] * grid[2] // self._shape.merge_size**2 for _, grid in made]
-        hidden = self._embedded([pixels for pixels, _ in made], layout)
+        hidden = self._embedded(self._patches(inputs, [pixels for pixels, _ in made]), layout)
         back = None
         if self._shape.window_tokens:
             order, back = self._uploaded(layout.patch_order(self._shape), layout.token_places())
             hidden = hidden[order]
-        merged, deep = self._blocks(hidden, self._tables(layout))
+        merged, deep = self._blocks(hidden, self._pass_of(layout))
         parts = [torch.split(each if back is None else each[back], sizes) for each in (merged, *deep)]
         return [MediaFeatures(own, tuple(layers)) for own, *layers in zip(*parts, strict=True)]
 
-    def _embedded(self, pixels: list[Tensor], layout: PatchLayout) -> Tensor:
+    def _patches(self, inputs: Sequence[Mapping[str, Tensor]], pixels: list[Tensor]) -> Tensor:
+        """The patches of all pictures, on the device."""
+        if self._device.type == "cuda" and not all(each.is_pinned() for each in pixels):
+            pixels = upload(pixels, self._device)
+        uploaded = [each.to(self._device, non_blocking=True) for each in pixels]
+        # The bytes of neighbours of one kind become numbers together. A single frame is shorter than others.
+        kinds = [(kind_of(each), own.dtype, own.shape[1]) for each, own in zip(inputs, uploaded, strict=True)]
+        parts = []
+        for (kind, dtype, _), group in groupby(range(len(kinds)), kinds.__getitem__):
+            part = torch.cat([uploaded[place] for place in group])
+            is_level = dtype == torch.uint8
+            parts.append(self._family.patches[kind].values(part, self._tables[kind]) if is_level else part)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _embedded(self, patches: Tensor, layout: PatchLayout) -> Tensor:
         projection = self._visual.patch_embed.proj
         weight = projection.weight.flatten(1)
-        if all(each.is_pinned() for each in pixels):
-            patches = torch.cat([each.to(self._device, non_blocking=True) for each in pixels])
-        else:
-            patches = torch.cat(upload(pixels, self._device))
         hidden = F.linear(patches.to(weight.dtype), weight, projection.bias)
         if layout.taps.shape[1]:
             taps, shares = self._uploaded(layout.taps, layout.shares)
@@ -144,7 +161,7 @@ class PackedTower:
             hidden += positions.to(hidden.dtype)
         return hidden
 
-    def _tables(self, layout: PatchLayout) -> _Pass:
+    def _pass_of(self, layout: PatchLayout) -> _Pass:
         numbers = layout.places, _starts(layout.windows), _starts(layout.frames)
         places, windows, frames = self._uploaded(*numbers)
         frequencies = self._visual.rotary_pos_emb.inv_freq.to(self._device).float()

@@ -169,14 +169,14 @@ def test_pixels_are_read_only_after_the_blocks_were_compared(engine, monkeypatch
 
 def test_a_picture_that_failed_once_is_read_again(engine, monkeypatch):
     family, errors = type(processor_of(NAME).family), [MemoryError("for a moment")]
-    inputs = family.inputs
+    inputs = family.level_inputs
 
     def failing(own, content):
         if errors:
             raise errors.pop()
         return inputs(own, content)
 
-    monkeypatch.setattr(family, "inputs", failing)
+    monkeypatch.setattr(family, "level_inputs", failing)
     request = with_content(picture(40))
     with pytest.raises(RequestError, match="cannot be read: MemoryError: for a moment"):
         engine.generate([request])
@@ -202,8 +202,9 @@ def test_tensors_of_a_picture_are_made_once_for_its_turn(monkeypatch):
         made = []
         processor = engine._media.processor
         monkeypatch.setattr(processor._cache, "max_bytes", 0)
-        inputs = processor.family.inputs
-        monkeypatch.setattr(type(processor.family), "inputs", lambda _, content: made.append(1) or inputs(content))
+        inputs = processor.family.level_inputs
+        counted = lambda _, content: made.append(1) or inputs(content)  # noqa: E731
+        monkeypatch.setattr(type(processor.family), "level_inputs", counted)
         engine.generate([with_content(picture(42))])
         assert len(made) == 2
 
@@ -220,7 +221,7 @@ def test_a_picture_that_is_too_much_for_the_tower_fails_its_requests_alone(score
     of_inputs = PackedTower.of_inputs
 
     def limited(tower, inputs):
-        if any(len(each["pixel_values"]) > 16 for each in inputs):
+        if any(len(each["pixel_levels"]) > 16 for each in inputs):
             raise torch.OutOfMemoryError("no memory for so many patches")
         return of_inputs(tower, inputs)
 

@@ -7,13 +7,14 @@ import torch
 from engine.vision_parts import make_model, picture, processor_of, video
 
 from headwater.engine.adapters import add_adapters
-from headwater.engine.runners.decoder import CpuOps
 from headwater.engine.tower import PackedTower, make_tower, num_copied_bytes
 from headwater.models.vision import VisionTower
 from headwater.models.vision.patch_projection import PatchProjection
 
 QWEN = ["qwen2_5_vl", "qwen3_vl"]
-CONTENTS = [picture(1), picture(2, 252, 140), video(3), picture(4, 112, 84), picture(5, 28, 336)]
+CONTENTS = [
+    picture(1), picture(2, 252, 140), video(3), video(6, num_frames=1), picture(4, 112, 84), picture(5, 28, 336)
+]  # fmt: skip
 """Of several sizes: windows that are cut off at both sides, several frames, and a single row of tokens."""
 
 
@@ -51,9 +52,22 @@ def test_pictures_of_many_sizes_in_one_pass_equal_transformers(name):
 
 
 @pytest.mark.parametrize("name", QWEN)
+def test_pixels_as_bytes_give_the_same_features(name):
+    tower, family = make_tower(make_model(name), processor_of(name)), processor_of(name).family
+    levels = [family.level_inputs(each) for each in CONTENTS]
+    numbers = inputs_of(name)
+    sizes = [sum(each.nbytes for each in one.values()) for one in (levels[0], numbers[0])]
+    assert sizes[0] < 0.15 * sizes[1]
+    expected = tower.of_inputs(numbers)
+    for some in (levels, [*levels[:2], *numbers[2:]]):
+        for made, wanted in zip(tower.of_inputs(some), expected, strict=True):
+            assert torch.equal(made.embeddings, wanted.embeddings)
+
+
+@pytest.mark.parametrize("name", QWEN)
 def test_new_weights_are_used_once_the_tower_is_told(name):
     model, other = make_model(name), make_model(name, 1)
-    tower = PackedTower(model, CpuOps())
+    tower = make_tower(model, processor_of(name))
     tower.of_inputs(inputs_of(name, CONTENTS[:1]))
     with torch.no_grad():
         for one, new in zip(model.parameters(), other.parameters(), strict=True):
@@ -64,7 +78,7 @@ def test_new_weights_are_used_once_the_tower_is_told(name):
 
 def test_the_copies_that_are_announced_are_those_that_are_made():
     model = make_model("qwen2_5_vl")
-    tower = PackedTower(model, CpuOps())
+    tower = make_tower(model, processor_of("qwen2_5_vl"))
     tower.of_inputs(inputs_of("qwen2_5_vl", CONTENTS[:1]))
     tensors = [each.weight for gated in tower._copies for each in (gated.gate_up, gated.down)]
     assert sum(each.nbytes for each in tensors) == num_copied_bytes(model) > 0

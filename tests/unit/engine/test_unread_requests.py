@@ -99,6 +99,19 @@ def test_they_do_not_wait_for_requests_that_were_aborted(monkeypatch):
     assert list(unread.take_read()) == fast
 
 
+def test_nothing_is_due_if_those_that_were_read_have_been_aborted(monkeypatch):
+    clock, unread = Clock(monkeypatch), UnreadRequests(10**6)
+    (slow, _), (fast, tell) = sequence(1), sequence(2)
+    unread.add(slow[0])
+    unread.add(fast[0])
+    tell()
+    assert list(unread.take_read()) == []
+    assert unread.take_out(fast.__contains__) == fast
+    assert list(unread.take_read()) == []
+    clock.now += 100
+    assert not unread.is_due, "the loop would not sleep"
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_tower_computes_what_was_read_while_the_rest_is_being_read(monkeypatch, deterministic):
     monkeypatch.setattr("headwater.engine.prompts._GATHER_S", 10**6)

@@ -86,9 +86,11 @@ class PatchMaker:
         made = image_processor([Image.fromarray(levels)], do_resize=False, return_tensors="np", **options)
         order = self._cut(levels[None], 1)
         values = made["pixel_values"].reshape(*order.shape[:-3], self.group, *order.shape[-2:])
-        self._table = np.empty((3, 256), np.float32)
+        table = np.empty((3, 256), np.float32)
         for channel in range(3):
-            self._table[channel, order[..., channel, 0, :, :]] = values[..., channel, 0, :, :]
+            table[channel, order[..., channel, 0, :, :]] = values[..., channel, 0, :, :]
+        self.table = torch.from_numpy(table)
+        """What the image processor makes of the 256 values of each colour."""
 
     def __call__(self, frames: Iterable[Image.Image], size: tuple[int, int]) -> tuple[Tensor, tuple[int, int, int]]:
         """``[patches, values]``, and the number of groups of frames, of rows and of columns of patches.
@@ -96,17 +98,26 @@ class PatchMaker:
         The last frame is repeated to fill its group. So is a picture, which is a single frame. Frames are taken one by
         one, so that they are not all in memory in full size.
         """
+        levels, grid = self.levels(frames, size)
+        return self.values(levels, self.table), grid
+
+    def levels(self, frames: Iterable[Image.Image], size: tuple[int, int]) -> tuple[Tensor, tuple[int, int, int]]:
+        """The same in bytes, before the table is applied. A picture is not repeated."""
         scaled = np.stack([np.asarray(frame.resize((size[1], size[0]), self._resample)) for frame in frames])
         is_video = len(scaled) > 1
         if is_video:
             scaled = np.concatenate([scaled, scaled[-1:].repeat(-len(scaled) % self.group, axis=0)])
         cut = self._cut(scaled, self.group if is_video else 1)
-        made = np.empty((*cut.shape[:-3], self.group, *cut.shape[-2:]), np.float32)
-        for channel in range(3):
-            made[..., channel, :, :, :] = self._table[channel][cut[..., channel, :, :, :]]
-        num_groups = cut.shape[0]
-        grid = (num_groups, size[0] // self._patch, size[1] // self._patch)
-        return torch.from_numpy(made.reshape(math.prod(grid), -1)), grid
+        grid = (cut.shape[0], size[0] // self._patch, size[1] // self._patch)
+        return torch.from_numpy(cut.reshape(math.prod(grid), -1)), grid
+
+    def values(self, levels: Tensor, table: Tensor) -> Tensor:
+        """``[patches, values]`` of ``levels``, in the type of ``table``, which is on the same device."""
+        by_colour = levels.view(len(levels), 3, -1, self._patch**2)
+        first = torch.arange(0, table.numel(), 256, dtype=torch.int32, device=levels.device)
+        index = by_colour.int() + first[:, None, None]
+        values = table.flatten().index_select(0, index.flatten()).view(by_colour.shape)
+        return values.expand(-1, -1, self.group, -1).reshape(len(levels), -1)
 
     def _cut(self, frames: NDArray[np.uint8], group: int) -> NDArray[np.uint8]:
         """``[groups, rows, columns, rows of a token, columns of a token, 3, frames of a group, height, width]``."""

@@ -19,14 +19,22 @@ _TENSORS: dict[MediaKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
+_LEVELS = "pixel_levels"
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 
 
 def patches_of(inputs: Mapping[str, Tensor]) -> tuple[Tensor, tuple[int, int, int]]:
-    """The patches of one picture or video, and its groups of frames and rows and columns of patches."""
-    pixels, grid = _TENSORS["image" if "pixel_values" in inputs else "video"]
+    """The patches of one picture or video, and its groups of frames and rows and columns of patches.
+
+    They are bytes if ``QwenFamily.level_inputs`` has made the inputs.
+    """
+    pixels, grid = _TENSORS[kind_of(inputs)]
     num_frames, height, width = inputs[grid][0].tolist()
-    return inputs[pixels], (num_frames, height, width)
+    return inputs[_LEVELS if _LEVELS in inputs else pixels], (num_frames, height, width)
+
+
+def kind_of(inputs: Mapping[str, Tensor]) -> MediaKind:
+    return "image" if _TENSORS["image"][1] in inputs else "video"
 
 
 class QwenFamily:
@@ -52,7 +60,10 @@ class QwenFamily:
         self._min_video_pixels = int(video_settings.get("min_pixels") or size["shortest_edge"])
         self._max_video_pixels = int(video_settings.get("max_pixels") or size["longest_edge"])
         of_videos = {key: video_settings[key] for key in ("image_mean", "image_std") if key in video_settings}
-        self._patches = {"image": PatchMaker(image_processor), "video": PatchMaker(image_processor, **of_videos)}
+        self.patches: dict[MediaKind, PatchMaker] = {
+            "image": PatchMaker(image_processor),
+            "video": PatchMaker(image_processor, **of_videos),
+        }
 
     def placeholder(self, kind: MediaKind) -> str:
         return _TOKENS[kind]
@@ -81,11 +92,17 @@ class QwenFamily:
         return pieces
 
     def inputs(self, content: MediaContent) -> dict[str, Tensor]:
-        pixels, grid = self._patches[content.kind](content.each_image(), self._size(content))
+        pixels, grid = self.patches[content.kind](content.each_image(), self._size(content))
         made = dict(zip(_TENSORS[content.kind], (pixels, torch.tensor([grid])), strict=True))
         if content.kind == "video" and not self._has_timestamps:
             made["second_per_grid_ts"] = torch.tensor([self._group / frame_rate(content)])
         return made
+
+    def level_inputs(self, content: MediaContent) -> dict[str, Tensor]:
+        """``inputs`` for the tower alone, with the bytes of the pixels: an eighth of the memory, made in less time.
+        ``patches[kind].values`` makes what the tower reads of them, on its device."""
+        levels, grid = self.patches[content.kind].levels(content.each_image(), self._size(content))
+        return {_LEVELS: levels, _TENSORS[content.kind][1]: torch.tensor([grid])}
 
     def _size(self, content: MediaContent) -> tuple[int, int]:
         """Height and width to which a picture or the frames of a video are scaled."""
