@@ -86,6 +86,21 @@ def test_vllm_in_this_process_takes_images() -> None:
     assert done.stdout.strip().endswith("all is well"), done.stdout[-2000:] + done.stderr[-2000:]
 
 
+def test_frames_of_videos_are_nearly_those_of_torchvision() -> None:
+    """vLLM's environment is the one that has torchvision."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    command = [PYTHON, Path(__file__).with_name("video_pixels.py"), "qwen2_5_vl", "qwen3_vl", "smolvlm"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False
+    )
+    if "NO PACKAGE" in done.stdout:
+        pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, steps in json.loads(done.stdout.splitlines()[-1]).items():
+        assert steps["smooth"] < 2.01, name
+        assert steps["noise"] < 0.5, name
+
+
 GENERATE = """
 import json, sys
 from PIL import Image
