@@ -163,7 +163,6 @@ class Engine:
                 processor,
                 uses_grid=spec.uses_grid,
                 dtype=spec.dtype,
-                device=spec.device,
                 as_levels=isinstance(tower, PackedTower),
             )
             self._runner.media = MediaEncoder(

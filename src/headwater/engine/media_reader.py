@@ -105,27 +105,22 @@ def _has_failed(check: Future[Future[None]]) -> bool:
 
 
 class _TowerInputs(VisionProcessor):
-    """Makes tensors that a vision tower can take as they are: in its type, and in memory that a GPU copies from without
-    making the engine wait."""
+    """Makes tensors that a vision tower can take as they are."""
 
-    def __init__(
-        self, processor: VisionProcessor, dtype: torch.dtype | None, device: torch.device | None, *, as_levels: bool
-    ) -> None:
+    def __init__(self, processor: VisionProcessor, dtype: torch.dtype | None, *, as_levels: bool) -> None:
         # A separate cache: pictures of many requests wait at the same time.
         super().__init__(processor.tokenizer, processor.family, processor.files, max_cache_bytes=_INPUT_BYTES)
         self._dtype = dtype
-        self._device = device
         self._as_levels = as_levels
 
     def _made(self, content: MediaContent) -> dict[str, Tensor]:
         family: Any = self.family
-        made: dict[str, Tensor] = family.level_inputs(content) if self._as_levels else family.inputs(content)
-        for name in [each for each in made if each.startswith("pixel_")]:
-            if made[name].is_floating_point():
-                made[name] = made[name].to(self._dtype or made[name].dtype)
-            if self._device is not None and self._device.type == "cuda":
-                with torch.cuda.device(self._device):  # threads begin with the first device
-                    made[name] = made[name].pin_memory()
+        if self._as_levels:
+            levels: dict[str, Tensor] = family.level_inputs(content)
+            return levels
+        made = super()._made(content)
+        if "pixel_values" in made:
+            made["pixel_values"] = made["pixel_values"].to(self._dtype or made["pixel_values"].dtype)
         return made
 
 
@@ -138,12 +133,11 @@ class MediaReader:
         *,
         uses_grid: bool,
         dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
         as_levels: bool = False,
     ) -> None:
-        """``dtype`` and ``device`` are those of the vision tower that takes the tensors. By default they are float32,
-        in ordinary memory. ``as_levels``: the tower takes ``QwenFamily.level_inputs``."""
-        self.processor: VisionProcessor = _TowerInputs(processor, dtype, device, as_levels=as_levels)
+        """``dtype`` is that of the tower that takes the tensors, by default float32. ``as_levels``: the tower takes
+        ``QwenFamily.level_inputs``."""
+        self.processor: VisionProcessor = _TowerInputs(processor, dtype, as_levels=as_levels)
         self._uses_grid = uses_grid
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(num_threads, "headwater-media")

@@ -136,9 +136,7 @@ class PackedTower:
 
     def _patches(self, inputs: Sequence[Mapping[str, Tensor]], pixels: list[Tensor]) -> Tensor:
         """The patches of all pictures, on the device."""
-        if self._device.type == "cuda" and not all(each.is_pinned() for each in pixels):
-            pixels = upload(pixels, self._device)
-        uploaded = [each.to(self._device, non_blocking=True) for each in pixels]
+        uploaded = upload(pixels, self._device)
         # The bytes of neighbours of one kind become numbers together. A single frame is shorter than others.
         kinds = [(kind_of(each), own.dtype, own.shape[1]) for each, own in zip(inputs, uploaded, strict=True)]
         parts = []

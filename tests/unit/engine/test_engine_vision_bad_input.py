@@ -293,6 +293,7 @@ def test_callers_that_wait_for_pictures_do_not_outlive_the_reader(monkeypatch):
         each.start()
     for _ in range(num_threads):
         assert begun.acquire(timeout=LIMIT_S)
+    until(lambda: reader._threads._work_queue.qsize() == 2, "the others do not arrive")
     reader.close()
     until(lambda: len(errors) == 2, "the others wait for ever")
     assert errors == ["request 1 pictures/0: the engine is closed"] * 2
