@@ -16,7 +16,6 @@ from engine.vision_parts import (
     has_stray_placeholder,
     make_model,
     picture,
-    processor_of,
     reference,
     running,
     video,
@@ -176,7 +175,7 @@ def test_sleep_and_wake_bring_the_tower_back(keep_addresses):
 
 
 def test_bfloat16_logprobs_are_near_a_full_forward_pass():
-    for name in filter(has_processor, NAMES):
+    for name in NAMES:
         asked = [asking(name, [ONE, WIDE], key, max_new_tokens=20) for key in range(4)]
         with cuda(name, "bfloat16") as engine:
             responses = engine.generate(asked)

@@ -132,7 +132,7 @@ def test_a_width_without_fast_products_is_filled_up():
         assert (ours.grad - expected.grad).float().norm() <= 0.02 * expected.grad.float().norm()
 
 
-def test_a_pass_with_pictures_waits_for_the_device_only_when_it_ends():
+def test_the_tower_does_not_wait_for_the_device():
     name = NAMES[0]
     model = load_model(name, dtype="bfloat16", device="cuda", seed=0)
     tower = VisionTower(model, pictures.processor(name))
