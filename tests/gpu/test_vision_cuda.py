@@ -16,7 +16,6 @@ from engine.vision_parts import (
     has_stray_placeholder,
     make_model,
     picture,
-    processor_of,
     reference,
     running,
     video,
@@ -30,18 +29,6 @@ from headwater.models.vision import vision_parameter_names
 CLOSE = {"abs": 1e-4}
 
 
-def has_processor(name: str) -> bool:
-    """Before 5.18, transformers has no image processor for some models without torchvision."""
-    try:
-        processor_of(name)
-    except ImportError:
-        return False
-    return True
-
-
-BUILT = [
-    pytest.param(name, marks=[] if has_processor(name) else pytest.mark.skip("needs torchvision")) for name in NAMES
-]
 ONE, OTHER, WIDE = picture(1), picture(2), picture(3, 112, 84)
 
 
@@ -65,7 +52,7 @@ def assert_right(name, requests, responses):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", NAMES)
 def test_mixed_requests_equal_transformers(name, overlap):
     contents = ([], [ONE], [ONE, WIDE, OTHER], [] if name == "idefics3" else [video(1), ONE])
     greedy = [asking(name, each, temperature=0.0) for each in contents[:3]]
@@ -79,7 +66,7 @@ def test_mixed_requests_equal_transformers(name, overlap):
     assert_right(name, [*greedy, *sampled], responses)
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", NAMES)
 def test_pictures_with_equal_tokens_share_nothing(name):
     first, second = (asking(name, [each], text="What is this? " * 9) for each in (ONE, OTHER))
     assert first.input_tokens == second.input_tokens
@@ -92,7 +79,7 @@ def test_pictures_with_equal_tokens_share_nothing(name):
     assert abs(together[0].output_logprobs[0] - together[1].output_logprobs[0]) > 1e-2
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_tower_runs_once_per_picture_and_again_for_new_weights(name, monkeypatch):
     calls: list[str] = []
     compute = MediaEncoder._computed
@@ -131,7 +118,7 @@ def test_the_tower_runs_once_per_picture_and_again_for_new_weights(name, monkeyp
                 assert response.output_logprobs[place] == pytest.approx(expected[place], **CLOSE)
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", NAMES)
 def test_preempted_and_continued_requests_equal_transformers(name):
     asked = [asking(name, [ONE, WIDE] if key % 2 else [OTHER], key, max_new_tokens=100 + key) for key in range(6)]
     config = reference(name).config.get_text_config()
@@ -147,7 +134,7 @@ def test_preempted_and_continued_requests_equal_transformers(name):
     assert_right(name, continued, rest)
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_placeholder_token_that_stands_for_nothing_is_text(name):
     mark = reference(name).config.image_token_id
     asked = replace(asking(name, [ONE]), given_tokens=(9, mark, 10))
@@ -157,7 +144,7 @@ def test_a_placeholder_token_that_stands_for_nothing_is_text(name):
         assert_right(name, [asked, written], engine.generate([asked, written]))
 
 
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_deterministic_mode_gives_the_same_bits_in_any_company(name, dtype):
     asked = [asking(name, [WIDE], 1), asking(name, [ONE, OTHER], 2), asking(name, [], 3)]
@@ -188,7 +175,7 @@ def test_sleep_and_wake_bring_the_tower_back(keep_addresses):
 
 
 def test_bfloat16_logprobs_are_near_a_full_forward_pass():
-    for name in filter(has_processor, NAMES):
+    for name in NAMES:
         asked = [asking(name, [ONE, WIDE], key, max_new_tokens=20) for key in range(4)]
         with cuda(name, "bfloat16") as engine:
             responses = engine.generate(asked)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import types
 
 import pictures
 import pytest
 import torch
 from learner.test_vision_learner import rows
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig
@@ -18,13 +21,17 @@ from headwater.learner.export import merged_weights
 from headwater.learner.freeze import freeze_parts, vision_modules
 from headwater.learner.held import averages_of
 from headwater.learner.packed_module import PolicyModule
+from headwater.learner.packing import pack_rows, read_rows
+from headwater.models.fused_layers import use_fused_layers
+from headwater.models.fused_towers import fuse_gated_layers
 from headwater.models.load import load_model
 from headwater.models.vision import VisionTower
 from headwater.models.vision.attention import NAME
+from headwater.models.wide_layers import widen_layers
 from headwater.rollout.group import pad_trajectories
 
 CUDA = torch.device("cuda")
-NAMES = ["tiny:qwen2_5_vl", "tiny:qwen3_vl", "tiny:smolvlm"]
+NAMES = ["tiny:qwen2_5_vl", "tiny:qwen3_vl", "tiny:smolvlm", "tiny:idefics3"]
 
 
 def actor(name: str, device: str, dtype: torch.dtype = torch.float32, **settings) -> Actor:
@@ -84,6 +91,59 @@ def test_the_kernel_of_the_tower_attends_as_the_plain_way_does(name):
     torch.testing.assert_close(ours, plain, atol=0.1, rtol=0.1)
     for one, other in zip(our_grads, plain_grads, strict=True):
         assert (one - other).norm() <= 0.1 * other.norm() + 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_layers_compute_the_same(name, dtype):
+    pytest.importorskip("liger_kernel")
+    data = experience(name)
+    packs = pack_rows(read_rows(data), data.batch["response_mask"].shape[1], 10_000)
+    results = []
+    for is_fused in (True, False):
+        model = load_model(name, dtype=dtype, device="cuda", seed=0)
+        assert not is_fused or use_fused_layers(model)
+        widen_layers(model, getattr(torch, dtype), uses_kernels=is_fused)
+        module = PolicyModule(model, 1.0, pictures.processor(name))
+        logprobs = torch.cat([module(pack.to(CUDA))["logprobs"] for pack in packs])
+        logprobs.sum().backward()
+        gradients = {key: each.grad.float() for key, each in model.named_parameters() if each.grad is not None}
+        results.append((logprobs.detach(), gradients))
+    (ours, gradients), (plain, expected) = results
+    torch.testing.assert_close(ours, plain, atol=2e-3 if dtype == "float32" else 0.1, rtol=1e-2)
+    assert gradients.keys() == expected.keys()
+    largest = max(float(each.norm()) for each in expected.values())
+    for key, gradient in expected.items():
+        # Gradients of biases of keys are zero but for rounding.
+        limit = (2e-3 if dtype == "float32" else 0.1) * float(gradient.norm()) + 1e-4 * largest
+        assert (gradients[key] - gradient).norm() <= limit, key
+
+
+def test_a_width_without_fast_products_is_filled_up():
+    pytest.importorskip("liger_kernel")
+    config = types.SimpleNamespace(hidden_size=64, intermediate_size=108, hidden_act="silu")
+    plain = Qwen2_5_VLMLP(config, bias=True).to("cuda", torch.bfloat16)
+    filled = copy.deepcopy(plain)
+    fuse_gated_layers(types.SimpleNamespace(config=config, blocks=[types.SimpleNamespace(mlp=filled)]))
+    hidden = torch.randn(300, 64, device="cuda", dtype=torch.bfloat16)
+    for each in (filled, plain):
+        each(hidden).float().square().sum().backward()
+    for ours, expected in zip(filled.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad - expected.grad).float().norm() <= 0.02 * expected.grad.float().norm()
+
+
+def test_the_tower_does_not_wait_for_the_device():
+    name = NAMES[0]
+    model = load_model(name, dtype="bfloat16", device="cuda", seed=0)
+    tower = VisionTower(model, pictures.processor(name))
+    contents = [pictures.picture(1, 112, 112), pictures.picture(2, 84, 140)]
+    tower(contents)  # loads kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        features = tower(contents)
+        torch.stack([each.embeddings.float().sum() for each in features]).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

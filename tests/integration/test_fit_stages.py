@@ -131,6 +131,7 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     assert card.startswith('---\nbase_model: "tiny:qwen3"\n')
     for part in (
         'license: "other"',
+        'pipeline_tag: "text-generation"',
         f"step {best_step(run)} of 4",
         "| reward/mean |",
         "best_metric: eval/reward/best@2",

@@ -90,7 +90,11 @@ def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, tor
         # A step of AdamW has the size of the learning rate, 1e-3, however small the gradient is: where a gradient is
         # nearly zero, rounding decides the direction of the step.
         differs = ~torch.isclose(actual[key], tensor, atol=1e-5, rtol=1e-5)
-        assert differs.float().mean() < 1e-3, f"{name}: {key} differs in {int(differs.sum())} of {tensor.numel()}"
+        # Without rotary embeddings, a bias of keys changes no attention, so its gradient is rounding alone.
+        is_rounding = ".vision_model." in key and key.endswith("k_proj.bias")
+        assert is_rounding or differs.float().mean() < 1e-3, (
+            f"{name}: {key} differs in {int(differs.sum())} of {tensor.numel()}"
+        )
         assert (actual[key] - tensor).abs().max() < 5e-3, f"{name}: {key}"
 
 

@@ -9,7 +9,7 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 from command import CUT_DOWN, ROOT, after_step, headwater, send, train_here
-from picture_tools import TOOLS, VISION
+from picture_tools import TOOLS, VISION, picture
 from test_kill import KINDS, killed_and_resumed
 
 from headwater.cli.main import main
@@ -38,7 +38,8 @@ def check_row(run: RunDirectory, row: dict) -> int:
     assert len(set(places)) == len(places)
     assert not any(row["loss_mask"][place] or row["versions"][place] != -1 for place in places)
     parts = [part for message in json.loads(row["messages"]) for part in message["content"] if isinstance(part, dict)]
-    assert [part["digest"] for part in parts if part["type"] == "image"] == [record["digest"] for record in media]
+    shown = [(part["type"], part["digest"]) for part in parts if part["type"] in ("image", "video")]
+    assert shown == [(record["kind"], record["digest"]) for record in media]
     if {version for version in row["versions"] if version >= 0} == {row["step"] - 1}:  # the learner's own version
         assert row["logprob_gap"] < 1e-4
     return len(media)
@@ -58,6 +59,45 @@ def test_tools_show_pictures_in_a_run_that_can_be_replayed(tmp_path):
     assert not [name for name in names if name.startswith(".")]
     with contextlib.chdir(ROOT):
         assert main(["replay", str(run.path)]) == 0
+
+
+def test_answers_about_a_picture_are_given_again(tmp_path):
+    turns = ["rollout.workflow=multi_turn", "rollout.workflow_args={max_turns: 2, max_turn_tokens: 4, feedback: No.}"]
+    train_here(*VISION, *CUT_DOWN, *turns, "rollout.max_new_tokens=48", f"run.root={tmp_path}", "run.name=turns")
+    rows = rows_of(RunDirectory(tmp_path / "turns"), 2)
+    assert [check_row(RunDirectory(tmp_path / "turns"), row) for row in rows] == [1] * len(rows)
+    assert all(row["num_turns"] == 2 and row["logprob_gap"] < 1e-4 for row in rows)
+
+
+def test_an_agent_sends_the_picture_of_its_row(tmp_path):
+    agent = ["rollout.workflow=endpoint", "rollout.workflow_args.agent=tests/integration/endpoint_agent.py:two_turns"]
+    train_here(*VISION, *CUT_DOWN, *agent, "rollout.max_new_tokens=48", f"run.root={tmp_path}", "run.name=agent")
+    rows = rows_of(RunDirectory(tmp_path / "agent"), 2)
+    assert [check_row(RunDirectory(tmp_path / "agent"), row) for row in rows] == [1] * len(rows)
+    assert all(json.loads(row["info"])["agent_calls"] == {"answered": 2} for row in rows)
+    assert all(row["logprob_gap"] < 1e-4 for row in rows)
+
+
+@pytest.mark.parametrize("model", ["tiny:qwen2_5_vl", "tiny:qwen3_vl", "tiny:smolvlm"])
+def test_a_run_on_videos(tmp_path, model):
+    for color in ("red", "green", "blue"):
+        picture(color, (56, 56)).save(tmp_path / f"{color}.png")
+    videos = [["red", "green"], ["green", "blue", "red", "red"], ["blue", "red", "green"], ["blue"] * 2]
+    lines = [
+        {"prompt": "<video>Which color?", "videos": [{"frames": [f"{color}.png" for color in colors], "fps": 2}]}
+        for colors in videos
+    ]
+    lines = [{**each, "ground_truth": "red", "data_source": "exact_match"} for each in lines]
+    (tmp_path / "videos.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    data = [f"data.train={tmp_path / 'videos.jsonl'}", "data.max_prompt_tokens=512", "eval.before=false"]
+    cut_down = [each for each in CUT_DOWN if not each.startswith("data.num_")]  # a file is used in full
+    settings = [*cut_down, *data, f"model.path={model}", "eval.after=false", f"run.root={tmp_path}", "run.name=videos"]
+    train_here(*VISION, *settings)
+    run = RunDirectory(tmp_path / "videos")
+    rows = rows_of(run, 2)
+    assert [check_row(run, row) for row in rows] == [1] * len(rows)
+    assert {len(json.loads(row["media"])[0]["files"]) for row in rows} == {2, 3, 4}
+    assert all(row["logprob_gap"] < 1e-4 for row in rows)
 
 
 def test_a_run_with_pictures_from_tools_is_killed_and_ends_bitwise_equal(tmp_path):
@@ -100,5 +140,6 @@ def test_evaluation_and_export_of_a_run_with_pictures(tmp_path):
     result = headwater("export", run, "--to", tmp_path / "model")
     assert result.code == 0, result.stderr
     assert (tmp_path / "model" / "preprocessor_config.json").is_file()
+    assert 'pipeline_tag: "image-text-to-text"' in (tmp_path / "model" / "README.md").read_text()
     result = headwater("eval", tmp_path / "model", "--data", "shapes", "eval.num_prompts=4", "data.num_eval_rows=10")
     assert result.code == 0, result.stderr

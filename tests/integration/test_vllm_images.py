@@ -1,24 +1,30 @@
-"""A real vLLM server with a vision model: log-probs of prompts with images, after updates, and what is refused.
+"""A real vLLM with a vision model: log-probs of prompts with images, after updates, what is refused, exported models.
 
-vLLM's Qwen2.5-VL needs torchvision, which the environment of ``make setup-vllm`` cannot have on every machine.
+vLLM's Qwen2.5-VL needs torchvision, which ``make setup-vllm`` installs if it can be made to work beside torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import PROCESS_LIMIT_S, ROOT, python_of
+import torch
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, headwater, python_of, train_here
+from picture_tools import VISION
+from transformers import AutoModelForImageTextToText
 from vllm_images import ask, assert_logprobs, check_updates, context, picture, request
 
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.core.errors import RequestError
 from headwater.core.media import MediaContent
+from headwater.models.load import load_processor
 
 PYTHON, IS_INSTALLED = python_of("vllm")
 
@@ -78,3 +84,60 @@ def test_vllm_in_this_process_takes_images() -> None:
     if "NO PACKAGE" in done.stdout:
         pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
     assert done.stdout.strip().endswith("all is well"), done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def test_frames_of_videos_are_nearly_those_of_torchvision() -> None:
+    """vLLM's environment is the one that has torchvision."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+    command = [PYTHON, Path(__file__).with_name("video_pixels.py"), "qwen2_5_vl", "qwen3_vl", "smolvlm"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False
+    )
+    if "NO PACKAGE" in done.stdout:
+        pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, steps in json.loads(done.stdout.splitlines()[-1]).items():
+        assert steps["smooth"] < 2.01, name
+        assert steps["noise"] < 0.5, name
+
+
+GENERATE = """
+import json, sys
+from PIL import Image
+from vllm import LLM, SamplingParams
+
+model = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=256, limit_mm_per_prompt={"video": 0})
+sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+prompt = {"prompt_token_ids": json.loads(sys.argv[2]), "multi_modal_data": {"image": Image.open(sys.argv[3])}}
+(done,) = model.generate(prompt, sampling)
+print("TOKENS", json.dumps(done.outputs[0].token_ids))
+"""
+
+
+def test_an_exported_vision_model_is_loaded_by_vllm(tmp_path: Path) -> None:
+    train_here(*VISION, *CUT_DOWN, f"run.root={tmp_path}", "run.name=pictures")
+    result = headwater("export", tmp_path / "pictures", "--to", tmp_path / "model")
+    assert result.code == 0, result.stderr
+    asked = request("exported", picture("green"))
+    (tmp_path / "picture.png").write_bytes(asked.media[0].content.frames[0])
+    (tmp_path / "generate.py").write_text(f"if __name__ == '__main__':\n{textwrap.indent(GENERATE, '    ')}")
+    (block,) = asked.media[0].blocks
+    # vLLM makes as many tokens of one placeholder as the picture has.
+    prompt = [*asked.input_tokens[: block.start + 1], *asked.input_tokens[block.start + block.length :]]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [PYTHON, tmp_path / "generate.py", tmp_path / "model", json.dumps(prompt), tmp_path / "picture.png"],
+        capture_output=True, text=True, check=False, timeout=PROCESS_LIMIT_S,
+        env={**os.environ, **settings, "VLLM_HOST_IP": "127.0.0.1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens = json.loads(done.stdout.partition("TOKENS")[2].splitlines()[0])
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    processor = load_processor(str(tmp_path / "model"))
+    assert processor is not None
+    expected = list(asked.input_tokens)
+    for _ in range(8):
+        with torch.no_grad():
+            logits = model(**processor.model_inputs(expected, asked.media)).logits
+        expected.append(int(logits[0, -1].argmax()))
+    assert tokens == expected[-8:]

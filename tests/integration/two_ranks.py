@@ -59,6 +59,8 @@ class Case:
     """A model that is built rather than read from files."""
     has_pictures: bool = False
     """A vision model. Only some of the rows have pictures, so the ranks have different numbers of them."""
+    vision_model: str = pictures.NAME
+    """The model of a case with pictures."""
 
 
 CASES = {
@@ -104,6 +106,20 @@ CASES |= {
         has_pictures=True,
     ),
     "pictures in bfloat16": Case(("model.dtype=bfloat16",), 10, has_pictures=True),
+    "pictures that add to the first layers": Case(
+        ("learner.num_minibatches=2", KL),
+        10,
+        what=("logprobs", "reference_logprobs"),
+        has_pictures=True,
+        vision_model="tiny:qwen3_vl",
+    ),
+    "pictures in parts": Case(
+        ("learner.num_minibatches=2", KL),
+        10,
+        what=("logprobs", "reference_logprobs"),
+        has_pictures=True,
+        vision_model="tiny:smolvlm",
+    ),
 }
 FEW = ("critic and reference", "adapters", "pictures")
 """Of the fast tests."""
@@ -114,32 +130,42 @@ def save_models(folder: Path) -> None:
     """What the cases begin with, unless it is built."""
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
     save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
-    processor = pictures.processor()
-    save_model(pictures.model(), processor.tokenizer, folder / "vision_model", processor=processor)
+    vision_model(pictures.NAME, folder)
+
+
+def vision_model(name: str, folder: Path) -> Path:
+    """Where the model is saved, from now on."""
+    target = folder / name.replace(":", "_")
+    if not target.exists():
+        processor = pictures.processor(name)
+        save_model(pictures.model(name), processor.tokenizer, target, processor=processor)
+    return target
 
 
 def spec_of(case: Case, folder: Path) -> LearnerSpec:
-    built, stored = (pictures.NAME, "vision_model") if case.has_pictures else ("tiny:llama", "model")
-    model = built if case.is_built else str(folder / stored)
+    if case.has_pictures:
+        model = case.vision_model if case.is_built else str(vision_model(case.vision_model, folder))
+    else:
+        model = "tiny:llama" if case.is_built else str(folder / "model")
     prompts = ("trainer.num_prompts_per_step=4", "eval.every_steps=0")
     config = load_config(RECIPE, [*COMMON, f"model.path={model}", *prompts, *case.settings]).config
     return LearnerSpec(config, model, model)
 
 
-def rows_with_pictures(num_rows: int) -> list[Trajectory]:
+def rows_with_pictures(num_rows: int, name: str) -> list[Trajectory]:
     """A group with one picture, a group without, and a group that is shown a second picture later, and so on."""
     shown, later = [pictures.picture(1)], [pictures.picture(2, 112)]
     groups = [
-        *pictures.group(1, shown, 4),
-        *pictures.group(2, [], 3),
-        *pictures.group(3, later, 3, later=shown),
+        *pictures.group(1, shown, 4, name=name),
+        *pictures.group(2, [], 3, name=name),
+        *pictures.group(3, later, 3, later=shown, name=name),
     ]
     return groups[:num_rows]
 
 
 def experience(case: Case) -> DataProto:
     if case.has_pictures:
-        trajectories = rows_with_pictures(case.num_rows)
+        trajectories = rows_with_pictures(case.num_rows, case.vision_model)
     else:
         trajectories = [tiny.trajectory(100 + row, uid=f"row{row // 4}", sample=row) for row in range(case.num_rows)]
     data = pad_trajectories(trajectories, pad_token_id=0)

@@ -200,7 +200,7 @@ def model_card(run: RunDirectory, config: Config, step: int, *, is_adapter: bool
         **({"base_model_relation": "adapter"} if is_adapter else {}),
         "library_name": "peft" if is_adapter else "transformers",
         "license": licence,
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if _reads_images(run.checkpoint(step)) else "text-generation",
         "tags": [tag for tag in tags if "/" not in tag and ":" not in tag],
     }
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
@@ -225,6 +225,10 @@ def model_card(run: RunDirectory, config: Config, step: int, *, is_adapter: bool
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reads_images(checkpoint: Path) -> bool:
+    return "vision_config" in json.loads((checkpoint / "model" / "config.json").read_text(encoding="utf-8"))
 
 
 def _source_name(source: str) -> str:

@@ -1,4 +1,7 @@
-"""Fused norms, rotary embeddings and gated products for training on CUDA, from Liger if it is installed."""
+"""Fused norms, rotary embeddings and gated products for training on CUDA, from Liger if it is installed.
+
+Of a vision model, the language model is fused, and the tower if it is one of Qwen's (``fused_towers``).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from headwater.models.fused_towers import fuse_gated_layers, fused_rotary
+
 logger = logging.getLogger(__name__)
 
 _SILU, _GELU = frozenset({"silu", "swish"}), frozenset({"gelu_pytorch_tanh"})
@@ -23,9 +28,15 @@ _ACTIVATIONS = {
     "qwen3": _SILU,
     "gemma": _GELU,
     "gemma3_text": _GELU,
+    "qwen2_5_vl": _SILU,
+    "qwen3_vl": _SILU,
+    "smolvlm": _SILU,
+    "idefics3": _SILU,
 }
 """The tested architectures, with the activations that Liger computes. Liger ignores the model's setting."""
+_QWEN_VISION = ("qwen2_5_vl", "qwen3_vl")
 _ROTARY = "apply_rotary_pos_emb"
+_TOWER_ROTARY = "apply_rotary_pos_emb_vision"
 
 
 def use_fused_layers(model: Any) -> bool:
@@ -44,7 +55,8 @@ def _reason_against(model: Any) -> str | None:
     config = model.config
     if config.model_type not in _ACTIVATIONS:
         return f"fused layers are tested with {', '.join(_ACTIVATIONS)}, not with {config.model_type}"
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    text = config.get_text_config(decoder=True)
+    activation = getattr(text, "hidden_activation", None) or text.hidden_act
     if activation not in _ACTIVATIONS[config.model_type]:
         return f"{config.model_type} with the activation {activation} is not supported by Liger"
     return None
@@ -59,16 +71,48 @@ def _fuse(model: Any) -> str | None:
     decoder = model.get_decoder()
     modeling = sys.modules[type(decoder).__module__]
     before = dict(vars(modeling))
+    is_qwen_vision = _is_qwen_vision(model)
+    if is_qwen_vision and _ROTARY not in before:
+        return f"those of {model.config.model_type} need transformers 5.17 or newer"
+    # The language models of SmolVLM and Idefics3 are those of Llama, for which Liger has all kernels.
+    fused = model if is_qwen_vision or not _is_vision(model) else decoder
     try:
         # Log-probs are computed from hidden states, so Liger's losses are not used.
-        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        apply_liger_kernel(fused, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+        if is_qwen_vision:
+            _fuse_qwen_vision(model, modeling)
     except TypeError as error:  # the class around the decoder is unknown to Liger
         return str(error)
     finally:
         _keep_to_instance(modeling, before)
-    for layer in decoder.layers:
-        layer.self_attn.forward = MethodType(_forward_with_fused_rotary, layer.self_attn)
+    towers = [block.attn for block in _tower(model).blocks] if is_qwen_vision else []
+    for attention in (*(layer.self_attn for layer in decoder.layers), *towers):
+        attention.forward = MethodType(_forward_with_fused_rotary, attention)
     return None
+
+
+def _fuse_qwen_vision(model: Any, modeling: Any) -> None:
+    """What Liger leaves as it is. It expects rotary tables of time, height and width, as in older transformers."""
+    from liger_kernel.transformers import LigerSwiGLUMLP, liger_rotary_pos_emb
+
+    # The model mixes the three parts of its positions when it makes the tables, so the rotation is the usual one.
+    setattr(modeling, _ROTARY, liger_rotary_pos_emb)
+    setattr(modeling, _TOWER_ROTARY, fused_rotary)
+    for layer in model.get_decoder().layers:
+        layer.mlp.forward = MethodType(LigerSwiGLUMLP.forward, layer.mlp)
+    fuse_gated_layers(_tower(model))
+
+
+def _tower(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix).visual
+
+
+def _is_vision(model: Any) -> bool:
+    return getattr(model.config, "vision_config", None) is not None
+
+
+def _is_qwen_vision(model: Any) -> bool:
+    return model.config.model_type in _QWEN_VISION
 
 
 # Liger replaces classes and the rotary function in transformers' module, which all models of an architecture share.
@@ -89,12 +133,16 @@ class _Rotary:
 
 
 def _keep_to_instance(modeling: Any, before: dict[str, Any]) -> None:
-    """Restore ``modeling``, except for a rotary function that distinguishes between fused and other models."""
-    plain, fused = before.get(_ROTARY), vars(modeling).get(_ROTARY)
+    """Restore ``modeling``, except for rotary functions that distinguish between fused and other models."""
+    replaced = {name: vars(modeling).get(name) for name in (_ROTARY, _TOWER_ROTARY)}
+    for name in vars(modeling).keys() - before.keys():
+        delattr(modeling, name)
     for name, value in before.items():
         setattr(modeling, name, value)
-    if plain is not None and fused is not None and fused is not plain and not isinstance(plain, _Rotary):
-        setattr(modeling, _ROTARY, _Rotary(plain, fused))
+    for name, fused in replaced.items():
+        plain = before.get(name)
+        if plain is not None and fused is not None and fused is not plain and not isinstance(plain, _Rotary):
+            setattr(modeling, name, _Rotary(plain, fused))
 
 
 def _forward_with_fused_rotary(attention: Any, *arguments: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ Products have inputs of the narrow type in any case. With float32 layers nothing
 
 Of a vision model, this holds for the layers of its language model: they are those of Qwen2, Qwen3 and Llama. Embeddings
 of pictures, which the tower computes in the narrow type without any change, and what Qwen3-VL adds after its first
-layers, are converted to float32 when they enter the residual stream, on both sides. Liger's kernels are not used.
+layers, are converted to float32 when they enter the residual stream, on both sides.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
 from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
 from headwater.models.save import WeightsToSave
+from headwater.models.vision import families
 from headwater.models.vision.frames import fitted_size
 from headwater.models.vision.idefics import in_words
 
@@ -263,6 +264,20 @@ def test_files_in_the_layout_of_published_models(kind: str, tmp_path: Path) -> N
     assert again is not None
     assert again.template.chat_template == template
     assert again.encode(text, [still.content, moving.content]) == read.encode(text, [still.content, moving.content])
+
+
+@pytest.mark.parametrize("missing", ["PIL", "transformers"])
+def test_what_a_picture_cannot_be_read_with_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(name: str) -> None:
+        raise ImportError("this class needs the torchvision library")
+
+    if missing == "PIL":
+        monkeypatch.setattr(families, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(families, "import_module", cannot)
+    expected = "headwater.vision" if missing == "PIL" else "needs the torchvision library.; install a version"
+    with pytest.raises(ModelError, match=expected):
+        load_processor("tiny:qwen2_5_vl")
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
+from headwater.core.errors import ModelError
 from headwater.models.vision.family import VisionFamily
 from headwater.models.vision.idefics import IdeficsFamily
 from headwater.models.vision.qwen import QwenFamily
@@ -34,7 +37,15 @@ def image_processor_class(model_type: str) -> Any:
     """The image processor of transformers that uses Pillow, so that pictures do not depend on whether torchvision is
     installed. Without torchvision, some versions of transformers offer it only by its full path."""
     folder, name = _IMAGE_PROCESSORS[model_type]
-    return getattr(import_module(f"transformers.models.{folder}.image_processing_pil_{folder}"), f"{name}Pil")
+    if find_spec("PIL") is None:
+        raise ModelError(f"models of type {model_type} read images with Pillow; pip install headwater[vision]")
+    try:
+        return getattr(import_module(f"transformers.models.{folder}.image_processing_pil_{folder}"), f"{name}Pil")
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"transformers {version('transformers')} cannot load the image processor of models of type {model_type} "
+            f"({error}); install a version that Headwater was tested with: pip install 'transformers>=5.16,<5.20'"
+        ) from error
 
 
 def image_processor_name(model_type: str) -> str:

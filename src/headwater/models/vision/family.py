@@ -62,5 +62,5 @@ class VisionFamily(Protocol):
         ...
 
     def features(self, model: Any, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
-        """One call of the vision tower for several contents. The inputs are on the model's device."""
+        """One call of the vision tower for several contents. The inputs are on the CPU."""
         ...

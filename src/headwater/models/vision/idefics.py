@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.media import MediaContent, MediaKind
+from headwater.models.upload import upload
 from headwater.models.vision.family import BlockShape, MediaFeatures
 from headwater.models.vision.frames import frame_rate, size_of
 
@@ -100,7 +101,9 @@ class IdeficsFamily:
         return {"pixel_values": torch.cat([each["pixel_values"] for each in inputs], dim=1)} if inputs else {}
 
     def features(self, model: Any, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
-        output = model.get_image_features(**self.joined(inputs), return_dict=True)
+        joined = self.joined(inputs)
+        uploaded = upload([*joined.values()], model.get_input_embeddings().weight.device)
+        output = model.get_image_features(**dict(zip(joined, uploaded, strict=True)), return_dict=True)
         parts = output.pooler_output.split([each["pixel_values"].shape[1] for each in inputs])
         return [MediaFeatures(each.flatten(0, 1)) for each in parts]
 

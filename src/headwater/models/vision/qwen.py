@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from headwater.core.media import MediaContent, MediaKind
+from headwater.models.upload import upload
 from headwater.models.vision.family import BlockShape, MediaFeatures
 from headwater.models.vision.frames import PatchMaker, fitted_size, frame_rate, size_of
+from headwater.models.vision.tables import tower_tables
 
 _TOKENS: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 _TENSORS: dict[MediaKind, tuple[str, str]] = {
@@ -123,14 +125,17 @@ class QwenFamily:
         return {name: torch.cat([each[name] for each in inputs if name in each]) for name in names}
 
     def features(self, model: Any, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
+        visual = getattr(model, model.base_model_prefix).visual
         # Images and videos go through the same tower.
         names = [_TENSORS["image" if "pixel_values" in each else "video"] for each in inputs]
-        pixels = torch.cat([each[name] for each, (name, _) in zip(inputs, names, strict=True)])
         grids = torch.cat([each[name] for each, (_, name) in zip(inputs, names, strict=True)])
-        output = model.get_image_features(pixels, grids, return_dict=True)
-        embeddings = list(output.pooler_output)
-        sizes = [len(each) for each in embeddings]
+        tables, largest = tower_tables(visual, grids)
+        patches = [each[name] for each, (name, _) in zip(inputs, names, strict=True)]
+        uploaded = upload([*patches, *tables.values()], model.get_input_embeddings().weight.device)
+        pixels = torch.cat(uploaded[: len(patches)])
+        options = dict(zip(tables, uploaded[len(patches) :], strict=True))
+        output = visual(pixels, grid_thw=grids, return_dict=True, **options, **largest)
+        sizes = (grids.prod(-1) // self._merge_size**2).tolist()
         layers = output.deepstack_features if self._has_timestamps else []
-        # Older versions of transformers do not divide these among the pictures.
-        divided = [torch.split(each, sizes) if isinstance(each, Tensor) else each for each in layers]
-        return [MediaFeatures(each, tuple(layer[index] for layer in divided)) for index, each in enumerate(embeddings)]
+        embeddings, *deep = (torch.split(each, sizes) for each in (output.pooler_output, *layers))
+        return [MediaFeatures(each, tuple(layer[index] for layer in deep)) for index, each in enumerate(embeddings)]

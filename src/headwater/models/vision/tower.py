@@ -37,9 +37,7 @@ class VisionTower:
 
     def of_inputs(self, inputs: Sequence[Mapping[str, Tensor]]) -> list[MediaFeatures]:
         """The same for contents of which the processor has already made tensors."""
-        device = self._model.get_input_embeddings().weight.device
-        uploaded = [{name: tensor.to(device, non_blocking=True) for name, tensor in each.items()} for each in inputs]
-        return self._processor.family.features(self._model, uploaded)
+        return self._processor.family.features(self._model, inputs)
 
     def weights_changed(self) -> None:
         """Nothing is kept of the weights."""
