@@ -110,6 +110,34 @@ def logprobs(model: torch.nn.Module, response: ModelResponse, sampling: Sampling
     return logits.log_softmax(-1).gather(1, tokens[0, len(response.input_tokens) :, None])[:, 0]
 
 
+@torch.no_grad()
+def continued_logprobs(
+    old: torch.nn.Module, new: torch.nn.Module, num_old: int, response: ModelResponse, sampling: SamplingParams
+) -> torch.Tensor:
+    """Log-probs if the weights change after ``num_old`` tokens, whose keys and values stay those of the old weights."""
+    first = len(response.input_tokens)
+    tokens = torch.tensor([[*response.input_tokens, *response.output_tokens]])
+    # The last old token was sampled, but not read yet: the new weights make its keys and values.
+    num_read = first + num_old - 1
+    before = old(tokens[:, :num_read], use_cache=True)
+    after = new(tokens[:, num_read:], past_key_values=before.past_key_values)
+    logits = torch.cat([before.logits, after.logits], dim=1)[0, first - 1 : -1] / sampling.temperature
+    return logits.log_softmax(-1).gather(1, tokens[0, first:, None])[:, 0]
+
+
+def assert_continued(
+    old: torch.nn.Module, new: torch.nn.Module, num_old: int, response: ModelResponse, sampling: SamplingParams
+) -> None:
+    """The weights changed after ``num_old`` tokens, and neither one token earlier nor one later."""
+    own = torch.tensor(response.output_logprobs)
+    errors = {
+        boundary: float((continued_logprobs(old, new, boundary, response, sampling) - own).abs().max())
+        for boundary in (num_old - 1, num_old, num_old + 1)
+    }
+    assert errors.pop(num_old) < TOLERANCE
+    assert min(errors.values()) > 100 * TOLERANCE
+
+
 def assert_sampled_by(models: dict[int, torch.nn.Module], response: ModelResponse, sampling: SamplingParams) -> None:
     """Every token has the log-prob of the version that it names."""
     own = torch.tensor(response.output_logprobs)
@@ -159,15 +187,19 @@ def updated_while_generating(engine: VllmEngine, mode: str) -> bool:
     for response in answers:
         assert (response.output_len, response.stop_reason) == (160, "length")
         assert list(response.output_versions) == sorted(response.output_versions)
-        if mode != "in_flight":  # whose new tokens attend to keys and values of the old weights
+        num_old = response.output_versions.count(old)
+        if mode == "in_flight" and 0 < num_old < 160:
+            # Its new tokens attend to keys and values of the old weights.
+            assert_continued(weights(old), weights(old + 1), num_old, response, sampling)
+        else:
             assert_sampled_by({old: weights(old), old + 1: weights(old + 1)}, response, sampling)
-    num_old = {response.output_versions.count(old) for response in answers}
+    counts = {response.output_versions.count(old) for response in answers}
     while engine.status().num_running:  # as the server says, which is a moment later
         time.sleep(0.02)
     if mode == "drain":
-        assert num_old <= {0, 160}
-        return 160 in num_old
-    return bool(num_old - {0, 160})
+        assert counts <= {0, 160}
+        return 160 in counts
+    return bool(counts - {0, 160})
 
 
 def test_ends_aborts_and_pauses(engine: VllmEngine) -> None:
