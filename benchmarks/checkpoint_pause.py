@@ -44,7 +44,9 @@ def main() -> None:
     add_shape(parser)
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--generate-s", type=float, default=1.0, help="time between saving and the next update")
-    parser.add_argument("--runs", type=int, default=3, help="checkpoints in the background, after the first (default 3)")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="checkpoints in the background, after the first (default 3)"
+    )
     parser.add_argument("--waits", type=int, default=1, help="checkpoints that are waited for (default 1)")
     parser.add_argument("--folder", type=Path, help="where to write (default: the folder of temporary files)")
     options = parser.parse_args()
