@@ -23,9 +23,7 @@ from headwater.models.load import load_model, load_tokenizer, save_model
 
 MIB = 2**20
 LIMIT_S = 1800.0
-SHAPE = Preset(
-    "qwen2", hidden_size=512, intermediate_size=1024, num_layers=24, num_heads=8, num_kv_heads=8, head_dim=64
-)
+SHAPE = Preset("qwen2", hidden_size=640, intermediate_size=2560, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=80)
 SLACK = 32 * MIB
 """For what is not weights: buffers of gloo, Python objects, pages of files that were read."""
 SLACK_ANONYMOUS = 16 * MIB
@@ -61,21 +59,22 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     assert max(peaks["held"]) <= shard + MIB
     bucket = four_ranks.BUCKET_BYTES
     most = {
+        # Gradients, and layers that are gathered, with gradients.
+        "update_again": shard + 3 * layer + SLACK,
         "publish": 2 * bucket + SLACK,
         "broadcast": 2 * bucket + SLACK,  # two buffers with this rank's parts, and one tensor that is not split
         "snapshot_again": 3 * bucket + SLACK,  # the memory of the first copy is used again
         "save": 2 * bucket + SLACK,  # one gathered tensor at a time, and nothing of the shards is copied
         # Pages of files that are read do not count in these: the system reads them in larger pieces than asked for.
-        "start, anonymous": shard + 2 * bucket + SLACK_ANONYMOUS,
-        # Gradients and AdamW's averages; layers that are gathered, with gradients.
-        "update, anonymous": 3 * shard + 3 * layer + SLACK_ANONYMOUS,
+        "start, anonymous": 2 * shard + 2 * bucket + SLACK,
         # In the background, as runs save: a copy of the shard and of AdamW's averages. Then the first rank puts the
         # model together: the last tensor of the files that it reads, and its whole.
         "snapshot, anonymous": 3 * shard + 3 * bucket + SLACK_ANONYMOUS,
-        "load, anonymous": 2 * bucket + SLACK_ANONYMOUS,
+        "load, anonymous": 4 * bucket + SLACK,
     }
     assert max(most.values()) < whole  # or they prove nothing
-    print({n: [round(e / MIB) for e in v] for n, v in peaks.items() if "publish " not in n}, whole / MIB, layer / MIB)
+    most["update"] = 3 * shard + 3 * layer + SLACK  # the first one also makes AdamW's averages, which stay
     shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
+    print(shown)
     for name, limit in most.items():
         assert max(peaks[name]) <= limit, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"
