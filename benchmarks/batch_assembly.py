@@ -2,15 +2,19 @@
 
     python benchmarks/batch_assembly.py [--rows 256] [--tokens 8192] [--out FILE]
 
-The rows are random tokens in groups, sampled by two policy versions. Each part is what the trainer calls:
+The rows are random tokens in groups, sampled by two policy versions. Each part is what a run calls, in one of three
+threads of its controller:
 
-- ``records``: making the trajectories, which checks them, and finding the oldest version of every group
-- ``staleness``: removing the tokens of the older version from the loss
-- ``padding``: one padded batch
-- ``scores``: the columns of the rewards, as reward models and length penalties need them
-- ``file``: the rollout file (Parquet)
+- ``records``, in the event loop of the rollouts: making the trajectories when episodes end, which checks them, and
+  finding the oldest version of every group
+- ``staleness``, in the main thread: removing the tokens of the older version from the loss
+- ``padding``, in the main thread: one padded batch
+- ``scores``, in the main thread: the columns of the rewards, as reward models and length penalties need them
+- ``file``, in the thread that writes records: the rollout file (Parquet)
 
-Times are the medians of several runs, in seconds of CPU time of all threads, so a busy machine changes them little.
+Only the main thread makes the learner's GPUs wait. The three share Python's interpreter lock, so their sum is a bound
+as well. Times are the medians of several runs, in seconds of CPU time of all threads, so a busy machine changes them
+little.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from headwater.trainer.tables import write_rollouts
 VOCABULARY = 150_000
 NUM_PROMPT_TOKENS = 256
 GROUP_SIZE = 16
+THREADS = {"rollouts": ("records",), "main": ("staleness", "padding", "scores"), "writer": ("file",)}
 
 
 def fields_of(number: int, num_tokens: int) -> dict[str, object]:
@@ -105,12 +110,19 @@ def main() -> None:
     options = parser.parse_args()
     fields = [fields_of(number, options.tokens) for number in range(options.rows)]
     with tempfile.TemporaryDirectory() as folder:
-        parts = parts_of(fields, Path(folder) / "rollouts.parquet")
-        measured = {name: seconds(part, options.runs) for name, part in parts.items()}
+        calls = parts_of(fields, Path(folder) / "rollouts.parquet")
+        measured = {name: seconds(part, options.runs) for name, part in calls.items()}
+    num_tokens = options.rows * options.tokens
     print(f"{options.rows} rows of {options.tokens} tokens, seconds of CPU time")
     for name, value in measured.items():
         print(f"{name:>10} {value:8.3f}")
-    write_record(options.out, torch.device("cpu"), rows=options.rows, tokens=options.tokens, seconds=measured)
+    per_token = {thread: sum(measured[part] for part in parts) / num_tokens for thread, parts in THREADS.items()}
+    for thread, value in per_token.items():
+        print(f"{thread:>10} {1e6 * value:8.2f} µs per token")
+    write_record(
+        options.out, torch.device("cpu"), rows=options.rows, tokens=options.tokens, seconds=measured,
+        seconds_per_token=per_token,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
     python benchmarks/large_cluster.py [--gpus 8 64 256 1000] [--out benchmarks/results/large_cluster.json]
 
 ``headwater plan``'s simulation of a 7B model on H200s, three servers for each GPU of the learner, with a batch that
-grows with the cluster. Two threads of the controller can be the limit. The event loop handles events and receives
-tokens: compare ``events_per_s`` with ``scheduler_overhead.py`` and ``controller_load.py``. The main thread assembles
-batches and writes rollout files (``batch_assembly.py``), while the learner's GPUs wait; its share is part of the
-simulated step. Weights are published at the rate within one machine: slower networks give the controller less to do.
+grows with the cluster. Three threads of the controller have work that grows with it (``batch_assembly.py``). The event
+loop of the rollouts handles events, receives tokens and makes the records of episodes: compare ``events_per_s`` with
+``scheduler_overhead.py`` and ``controller_load.py``. The main thread assembles batches while the learner's GPUs wait;
+its share is part of the simulated step. Another thread writes the rollout files. They share Python's interpreter lock,
+so the sum of the three ("all") may not exceed 100%. Weights are published at the rate within one machine: slower
+networks give the controller less to do.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +22,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.planner.hardware import GPUS, SHAPES, Training
-from headwater.planner.plan import Roofline, Split, predict
+from headwater.planner.plan import WRITE_TOKEN_S, Roofline, Split, predict
 from headwater.planner.workload import Lengths, Workload
 
 MAX_STALENESS = 4
@@ -54,6 +57,7 @@ def needed(num_gpus: int, mean_tokens: int) -> dict[str, Any]:
         "is_shortened": row.is_shortened,
         "event_loop_share": row.controller_load,
         "main_thread_share": main_s,
+        "writer_share": WRITE_TOKEN_S * num_sampled,
         **asdict(row.prediction),
     }
 
@@ -65,17 +69,17 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     print(f"{'GPUs':>5}  {'length':>6}  {'tokens/s':>10}  {'step s':>7}  {'episodes/s':>10}  {'events/s':>8}  ", end="")
-    print(f"{'event loop':>10}  {'main thread':>11}")
+    print(f"{'event loop':>10}  {'main thread':>11}  {'writer':>6}  {'all':>5}")
     for mean_tokens in options.mean_tokens:
         for num_gpus in options.gpus:
             each = needed(num_gpus, mean_tokens)
             rows.append(each)
             print(f"{num_gpus:>5}  {mean_tokens:>6,}  {each['tokens_per_s']:>10,.0f}  {each['step_s']:>7.1f}  ", end="")
             print(f"{each['episodes_per_s']:>10,.1f}  {each['events_per_s']:>8,.0f}  ", end="")
-            print(f"{each['event_loop_share']:>10.1%}  {each['main_thread_share']:>11.1%}", flush=True)
-    # The share of the event loop is not recorded: it follows from the other values and the planner's constants.
-    recorded = [{name: value for name, value in each.items() if name != "event_loop_share"} for each in rows]
-    write_record(options.out, torch.device("cpu"), rows=recorded)
+            shares = [each[f"{thread}_share"] for thread in ("event_loop", "main_thread", "writer")]
+            print(f"{shares[0]:>10.1%}  {shares[1]:>11.1%}  {shares[2]:>6.1%}  {sum(shares):>5.0%}", flush=True)
+    print(f"{time.process_time():.0f} s of processor time")
+    write_record(options.out, torch.device("cpu"), rows=rows, processor_s=time.process_time())
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def overhead(num_calls: int) -> dict[str, Any]:
         direct: list[float] = []
         through: list[float] = []
         for _ in range(5):
-            direct += times_us(engine, num_calls // 50)
-            through += times_us(router, num_calls // 50)
+            direct += times_us(engine, max(2, num_calls // 50))
+            through += times_us(router, max(2, num_calls // 50))
         result["server_direct"], result["server_routed"] = percentiles(direct), percentiles(through)
     for name, row in result.items():
         cpu = f"   CPU {row['cpu_us']:.1f} us" if "cpu_us" in row else ""

@@ -83,6 +83,19 @@ def error(seed: int, response: ModelResponse) -> torch.Tensor:
     return (own.gather(1, tokens[0, start:, None])[:, 0].cpu() - torch.tensor(response.output_logprobs)).abs()
 
 
+@torch.no_grad()
+def continued_error(old: int, new: int, num_old: int, response: ModelResponse) -> torch.Tensor:
+    """The same if the weights change after ``num_old`` tokens, whose keys and values stay those of the old weights."""
+    tokens = torch.tensor([[*response.input_tokens, *response.output_tokens]], device="cuda")
+    start = len(response.input_tokens)
+    num_read = start + num_old - 1  # the last old token was sampled, but not read yet
+    before = weights(old)(tokens[:, :num_read], use_cache=True)
+    after = weights(new)(tokens[:, num_read:], past_key_values=before.past_key_values)
+    logits = torch.cat([before.logits, after.logits], dim=1)[0, start - 1 : -1]
+    own = logits.float().log_softmax(-1).gather(1, tokens[0, start:, None])[:, 0]
+    return (own.cpu() - torch.tensor(response.output_logprobs)).abs()
+
+
 def test_logprobs_after_every_update_are_those_of_the_new_weights(engine: VllmEngine) -> None:
     assert engine.capabilities.dtype == "bfloat16"
     for version in (1, 2, 3):
@@ -109,11 +122,27 @@ def test_responses_continue_under_new_weights_without_losing_a_token(engine: Vll
             versions = torch.tensor(response.output_versions)
             assert (response.output_len, response.stop_reason) == (440, "length")
             assert list(response.output_versions) == sorted(response.output_versions)
-            if mode != "in_flight":  # whose new tokens attend to keys and values of the old weights
+            if mode != "in_flight":
                 for version in set(response.output_versions):
                     assert float(error(version, response)[versions == version].mean()) < NOISE
+        if mode == "in_flight":
+            assert_labelled(answers, old)
         spans = sum(len(set(response.output_versions)) == 2 for response in answers)
         assert spans == 0 if mode == "drain" else spans > 0
+
+
+def assert_labelled(answers: list[ModelResponse], old: int) -> None:
+    """The new tokens, which attend to keys and values of the old weights, begin exactly where the labels say so."""
+    spanning = [each for each in answers if 0 < each.output_versions.count(old) < each.output_len]
+    last_old, first_new = [], []
+    for response in spanning:
+        num_old = response.output_versions.count(old)
+        assert float(continued_error(old, old + 1, num_old, response).mean()) < NOISE
+        old_errors = error(old, response)
+        last_old.append(old_errors[num_old - 1])
+        first_new.append(old_errors[num_old])
+    assert float(torch.stack(last_old).mean()) < 2 * NOISE
+    assert float(torch.stack(first_new).mean()) > 5 * NOISE
 
 
 def test_memory_is_released_and_comes_back(engine: VllmEngine) -> None:

@@ -26,6 +26,8 @@ LIMIT_S = 1800.0
 SHAPE = Preset("qwen2", hidden_size=640, intermediate_size=2560, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=80)
 SLACK = 32 * MIB
 """For what is not weights: buffers of gloo, Python objects, pages of files that were read."""
+SLACK_ANONYMOUS = 16 * MIB
+"""The same without pages of files."""
 
 
 @pytest.mark.slow
@@ -57,20 +59,22 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     assert max(peaks["held"]) <= shard + MIB
     bucket = four_ranks.BUCKET_BYTES
     most = {
-        "start": 3 * shard
-        + bucket,  # the shard, and pages of the files, which the system reads in larger pieces than asked for
-        "update": 3 * shard + 3 * layer,  # gradients and AdamW's averages; layers that are gathered, with gradients
-        "publish": 2 * bucket,
-        "broadcast": 2 * bucket,  # two buffers with this rank's parts, and one tensor that is not split
+        # Gradients, and layers that are gathered, with gradients.
+        "update_again": shard + 3 * layer + SLACK,
+        "publish": 2 * bucket + SLACK,
+        "broadcast": 2 * bucket + SLACK,  # two buffers with this rank's parts, and one tensor that is not split
+        "snapshot_again": 3 * bucket + SLACK,  # the memory of the first copy is used again
+        "save": 2 * bucket + SLACK,  # one gathered tensor at a time, and nothing of the shards is copied
+        # Pages of files that are read do not count in these: the system reads them in larger pieces than asked for.
+        "start, anonymous": 2 * shard + 2 * bucket + SLACK,
         # In the background, as runs save: a copy of the shard and of AdamW's averages. Then the first rank puts the
-        # model together: pages of the files that it reads, the last tensor of them, and its whole.
-        "snapshot": 3 * shard + 3 * bucket,
-        "snapshot_again": 3 * bucket,  # the memory of the copy before is used again
-        "save": 2 * bucket,  # one gathered tensor at a time, and nothing of the shards is copied
-        "load": 3 * shard + 3 * bucket,  # pages of the files: weights and AdamW's averages
+        # model together: the last tensor of the files that it reads, and its whole.
+        "snapshot, anonymous": 3 * shard + 3 * bucket + SLACK_ANONYMOUS,
+        "load, anonymous": 4 * bucket + SLACK,
     }
-    telling = ("start", "publish", "broadcast", "snapshot_again", "save")
-    assert all(whole > most[name] + SLACK for name in telling)  # or they prove nothing
+    assert max(most.values()) < whole  # or they prove nothing
+    most["update"] = 3 * shard + 3 * layer + SLACK  # the first one also makes AdamW's averages, which stay
     shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
+    print(shown)
     for name, limit in most.items():
-        assert max(peaks[name]) <= limit + SLACK, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"
+        assert max(peaks[name]) <= limit, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"

@@ -68,7 +68,7 @@ TOOLS = [
     "tools.use=[calculator]", "data.train=[calculator]", "rollout.workflow=tool_agent", "data.task_args={}",
     "data.num_train_rows=500",
 ]  # fmt: skip
-TASK_STEPS = 50
+TASK_STEPS = 60
 """The held-out reward was 0.89, 0.95, 0.98 and 1.00 after 30, 40, 50 and 60 steps of this asynchronous run."""
 SMALL_ACTORS = ["cluster.learner.cpus_per_rank=0.25", "cluster.rollout.cpus_per_server=0.25"]
 
@@ -223,7 +223,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     evaluations = metrics(run, "eval")
     assert evaluations[0]["reward/mean"] < 0.3
     assert evaluations[-1]["step"] == total_steps
-    assert evaluations[-1]["reward/mean"] > 0.8, [(each["step"], each["reward/mean"]) for each in evaluations]
+    assert evaluations[-1]["reward/mean"] > 0.9, [(each["step"], each["reward/mean"]) for each in evaluations]
     check_ledger(run, total_steps)
     names = {path.name for path in (run / "logs").iterdir()}
     assert names == {"cluster.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}

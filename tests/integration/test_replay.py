@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import CUT_DOWN, ROOT, Result, after_step, metrics, send, train_here
+from running import Running
 from test_ranks_resume import Ranks
 
 from headwater.cli.main import main
@@ -166,18 +167,22 @@ def test_what_cannot_be_repeated_is_refused(replay, recorded, settings, reason):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
-def test_a_run_of_two_ranks_is_replayed_on_two_ranks(replay, tmp_path):
+def test_a_run_of_two_ranks_and_two_servers_is_replayed_on_two_ranks(replay, tmp_path):
     """An asynchronous run in which updates arrive in the middle of responses, interrupted and resumed."""
     run, ranks = tmp_path / "ranks", Ranks(tmp_path / "log")
+    servers = [Running("engine.deterministic=true").start() for _ in range(2)]
     try:
+        urls = ", ".join(each.ready().url for each in servers)
         settings = [*SETTINGS, "trainer.total_steps=3", "engine.deterministic=true", "trainer.checkpoint_every_steps=1"]
+        settings += ["rollout.backend=native", f"rollout.servers=[{urls}]"]
         for _ in range(5):  # on a busy machine, every response may end between two updates
             shutil.rmtree(run, ignore_errors=True)
             assert ranks(*settings, f"run.root={tmp_path}", "run.name=ranks") == [0, 0], ranks.log.read_text()[-3000:]
             assert ranks("--resume", run, "trainer.total_steps=5") == [0, 0], ranks.log.read_text()[-3000:]
             if is_updated_midway(run):
                 break
-        assert json.loads((run / "status.json").read_text())["learner"]["num_ranks"] == 2
+        status = json.loads((run / "status.json").read_text())
+        assert status["learner"]["num_ranks"] == len(status["servers"]) == 2
         assert is_updated_midway(run), "no update came in the middle of a response"
         assert ranks(run, command="replay") == [0, 0], ranks.log.read_text()[-3000:]
         assert "The weights of all 5 steps equal the recorded ones, bit for bit" in ranks.log.read_text()
@@ -192,6 +197,8 @@ def test_a_run_of_two_ranks_is_replayed_on_two_ranks(replay, tmp_path):
         assert "the weights after step 3 differ from the recorded run" in ranks.log.read_text()
     finally:
         ranks.close()
+        for each in servers:
+            each.kill()
     refused = replay(run)
     assert refused.code == 2
     assert "torchrun --standalone --nproc-per-node 2 -m headwater replay" in refused.stderr

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import forked
 import pytest
 import torch
-from command import headwater, start_headwater
+from command import headwater
+from listening import Process
 
 from headwater.backends.native import engine
 from headwater.backends.router.engine import RouterEngine
@@ -32,38 +28,6 @@ MODEL = "tiny:qwen3"
 LIMIT_S = 300.0
 ENGINE = ["engine.deterministic=true", "engine.kv_cache_gib=0.02", "engine.max_prefill_tokens=64"]
 CONFIG = EngineConfig(deterministic=True, kv_cache_gib=0.02, max_prefill_tokens=64)
-
-
-class Process:
-    """A ``headwater`` command that listens."""
-
-    def __init__(self, *arguments: object) -> None:
-        self._process: forked.Forked = start_headwater(*arguments)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line.startswith("serving "):
-            raise AssertionError(f"{line}{self._process.communicate(timeout=LIMIT_S)}")
-        self.url = line.split(" at ")[1].strip()
-        self.port = int(self.url.rpartition(":")[2])
-        # Nobody reads these, and a full pipe would stop the process.
-        for pipe in (self._process.stdout, self._process.stderr):
-            threading.Thread(target=pipe.read, daemon=True).start()
-
-    def call(self, path: str, body: Any = None) -> tuple[int, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, data), timeout=LIMIT_S) as reply:
-                status, text = reply.status, reply.read().decode()
-        except urllib.error.HTTPError as error:
-            status, text = error.code, error.read().decode()
-        return status, json.loads(text) if text.startswith("{") else text
-
-    def send(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def end(self, number: int = signal.SIGTERM) -> None:
-        self.send(number)
-        self._process.wait(LIMIT_S)
 
 
 def serve(port: int = 0) -> Process:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -104,19 +105,29 @@ def find_model(urls: Sequence[str], backend: str, key: str) -> str:
     """The model that the first server that answers says it serves."""
     reasons = []
     for url in urls:
-        path = "/v1/models" if backend == "vllm" else "/get_model_info"
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(url + path, headers=headers), timeout=_ANSWER_S
-            ) as reply:
-                read = json.load(reply)
-            return str(
-                read["data"][0].get("root") or read["data"][0]["id"] if backend == "vllm" else read["model_path"]
-            )
+            if backend == "vllm":
+                served = _ask(url + "/v1/models", key)["data"][0]
+                return str(served.get("root") or served["id"])
+            return str(_ask_model_info(url, key)["model_path"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             reasons.append(f"{url}: {error}")
     raise HeadwaterError(f"no server answers ({'; '.join(reasons)}); start one, or correct URL and --backend")
+
+
+def _ask_model_info(url: str, key: str) -> Any:
+    try:
+        return _ask(url + "/model_info", key)
+    except urllib.error.HTTPError as error:
+        if error.code != 404:
+            raise
+        return _ask(url + "/get_model_info", key)  # its name before SGLang 0.5.6
+
+
+def _ask(url: str, key: str) -> Any:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_ANSWER_S) as reply:
+        return json.load(reply)
 
 
 def connector(backend: str, model: str, tokenizer: Tokenizer) -> Callable[[str], RoutedServer]:

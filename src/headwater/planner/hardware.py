@@ -192,9 +192,9 @@ _MEMORY_RATE, _MEMORY_PAUSE_S = 15e9, 0.006
 gpu_weight_swap_publish_256.json."""
 GPUS_PER_MACHINE = 8
 """With more than these, weights are sent to other machines."""
-_STEP_S, _STEP_TOKEN_S = 0.2, 0.8e-6
-"""gpu_steps_before_after.json: what is left of a step of 256 episodes; batch_assembly.json: 1.7 s for 256 x 8,192
-tokens. The second is the work of one thread, whatever the number of GPUs."""
+_STEP_S, _STEP_TOKEN_S = 0.2, 0.08e-6
+"""gpu_steps_before_after.json: what is left of a step of 256 episodes; batch_assembly.json: the main thread's part, in
+which the GPUs of the learner wait. The second is the work of one thread, whatever the number of GPUs."""
 RANKS_EFFICIENCY = 0.9
 """Assumed, not measured: what several learner ranks reach of their number."""
 TENSOR_EFFICIENCY = 0.85

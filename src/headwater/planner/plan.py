@@ -25,8 +25,12 @@ from headwater.planner.workload import Workload
 CONTROLLER_EVENTS_PER_S = 10_000
 """What one core handles in front of 512 servers, with the router and 8,192 episodes in flight: controller_load.json.
 It was measured on a busy machine, so it is a lower bound."""
-CONTROLLER_TOKEN_S = 0.3e-6
+RECEIVE_TOKEN_S = 0.3e-6
 """What receiving a token from a server takes in the same thread: cpu_served_rounds.json, 2.5 ms for 8,192 tokens."""
+RECORD_TOKEN_S = 0.18e-6
+"""What making and checking the record of an episode takes in the same thread, per token: batch_assembly.json."""
+WRITE_TOKEN_S = 0.17e-6
+"""What the rollout file takes in the thread that writes records, per token: batch_assembly.json."""
 DEFAULT_STALENESS = (0, 1, 2, 4, 8)
 _MAX_SPLITS = 8
 _EPISODES_PER_SIMULATION = 40_000
@@ -172,7 +176,7 @@ class Row:
         """The share of the time in which the controller's event loop is busy, on one core."""
         if self.prediction is None:
             return 0.0
-        tokens_s = CONTROLLER_TOKEN_S * self.prediction.total_tokens_per_s
+        tokens_s = (RECEIVE_TOKEN_S + RECORD_TOKEN_S) * self.prediction.total_tokens_per_s
         return self.prediction.events_per_s / CONTROLLER_EVENTS_PER_S + tokens_s
 
     def to_json(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from headwater.backends.remote.http import StreamTurns
 from headwater.backends.remote.link import Garbage, Sending, Span
 from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
+from headwater.cli.route import find_model
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, HeadwaterError, LogitsBroken, QueueFull, RequestError, RolloutFailed
 from headwater.core.protocols import WeightUpdate
@@ -241,9 +242,10 @@ class Player:
         path = asked.path
         if self.refused.get(path):
             return web.json_response({}, status=self.refused[path].pop(0))
+        prefix = dialect_of(self.version).info_prefix
+        if path.endswith("_info") and path not in (f"{prefix}server_info", f"{prefix}model_info"):
+            return web.json_response({"detail": "Not Found"}, status=404)
         if path.endswith("server_info"):
-            if path == "/server_info" and dialect_of(self.version).info_prefix != "/":
-                return web.json_response({"detail": "Not Found"}, status=404)
             return web.json_response({**SERVER, "version": self.version, "random_seed": self.seed, "dtype": "float32"})
         if path.endswith("model_info"):
             return web.json_response({"model_path": "/elsewhere", "weight_version": self.label})
@@ -307,6 +309,16 @@ def test_a_restarted_server_is_noticed_and_gets_its_weights_again(monkeypatch):
             assert (len(response.output_tokens), set(response.output_versions)) == (4, {1})
             assert (player.label, player.calls[-1]) == ("1", "update_weights_from_disk 1")
             assert engine.status().num_restarts == 1
+
+
+def test_every_version_is_found_and_names_its_model():
+    for version in ("0.5.2", "0.5.6.post2", "0.5.20"):
+        player = Player(version)
+        with connected(player) as engine:
+            assert find_model([engine.url], "sglang", "") == "/elsewhere"
+            player.refused = {"/model_info": [500], "/get_model_info": [500]}
+            with pytest.raises(HeadwaterError, match="no server answers"):
+                find_model([engine.url], "sglang", "")
 
 
 def test_tokens_are_streamed_and_memory_is_released():

@@ -76,6 +76,7 @@ class SglangLink(HttpCalls):
     def __init__(self, url: str, api_key: str = "") -> None:
         super().__init__(url, api_key)
         self.dialect = OLDEST
+        self._is_described = False
         self.is_ours = False
         """The server is a ``headwater serve``."""
         self._num_streams = 0
@@ -89,6 +90,7 @@ class SglangLink(HttpCalls):
         try:
             self.is_ours = "instance" in told
             self.dialect = DIALECTS[0] if self.is_ours else dialect_of(str(told["version"]))
+            self._is_described = True
             return read_info(told, await self._call("GET", f"{self.dialect.info_prefix}model_info"), self.dialect)
         except (LookupError, TypeError, ValueError) as error:
             raise RolloutFailed(
@@ -98,7 +100,12 @@ class SglangLink(HttpCalls):
     async def check_alive(self) -> None:
         # SGLang's /health generates a token, which a server that is paused or asleep does not.
         path = "/health" if self.is_ours else f"{self.dialect.info_prefix}model_info"
-        await self._call("GET", path, limit_s=_ALIVE_LIMIT_S)
+        try:
+            await self._call("GET", path, limit_s=_ALIVE_LIMIT_S)
+        except RequestError:
+            if self._is_described:
+                raise
+            await self._call("GET", "/model_info", limit_s=_ALIVE_LIMIT_S)  # its version is not known yet
 
     async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
         """The answer as one chunk, or as it is generated if the caller wants that."""
