@@ -26,8 +26,6 @@ LIMIT_S = 1800.0
 SHAPE = Preset("qwen2", hidden_size=640, intermediate_size=2560, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=80)
 SLACK = 32 * MIB
 """For what is not weights: buffers of gloo, Python objects, pages of files that were read."""
-SLACK_ANONYMOUS = 16 * MIB
-"""The same without pages of files."""
 
 
 @pytest.mark.slow
@@ -63,18 +61,19 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
         "update_again": shard + 3 * layer + SLACK,
         "publish": 2 * bucket + SLACK,
         "broadcast": 2 * bucket + SLACK,  # two buffers with this rank's parts, and one tensor that is not split
-        "snapshot_again": 3 * bucket + SLACK,  # the memory of the first copy is used again
+        # The memory of the first copy is used again. The first rank puts the model together: pages of the files that
+        # it reads, the last tensor of them, and its whole.
+        "snapshot_again": 3 * bucket + SLACK,
         "save": 2 * bucket + SLACK,  # one gathered tensor at a time, and nothing of the shards is copied
         # Pages of files that are read do not count in these: the system reads them in larger pieces than asked for.
-        "start, anonymous": 2 * shard + 2 * bucket + SLACK,
-        # In the background, as runs save: a copy of the shard and of AdamW's averages. Then the first rank puts the
-        # model together: the last tensor of the files that it reads, and its whole.
-        "snapshot, anonymous": 3 * shard + 3 * bucket + SLACK_ANONYMOUS,
+        "start, anonymous": shard + 2 * bucket + SLACK,
         "load, anonymous": 4 * bucket + SLACK,
     }
     assert max(most.values()) < whole  # or they prove nothing
-    most["update"] = 3 * shard + 3 * layer + SLACK  # the first one also makes AdamW's averages, which stay
+    # The first update also makes AdamW's averages, and the first copy in the background has the shard and these. Both
+    # stay, so that only the second update and the second copy show what was needed for a moment.
+    most["update"] = 3 * shard + 3 * layer + SLACK
+    most["snapshot, anonymous"] = 3 * shard + 4 * bucket + SLACK
     shown = {name: [round(each / MIB) for each in values] for name, values in peaks.items()}
-    print(shown)
     for name, limit in most.items():
         assert max(peaks[name]) <= limit, f"{name}: {shown[name]} MiB, at most {limit / MIB:.0f}; {shown}"

@@ -225,8 +225,10 @@ def test_a_run_ahead_learns_through_a_running_server(
     train_here("quickstart", *settings)
     records = metrics(tmp_path / "learns", "train")
     rewards = [record["reward/mean"] for record in records]
-    print(rewards, [record.get("rollout_gap/logprob_abs_mean") for record in records], [record.get("staleness/lag_1") for record in records])
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.15, rewards
+    assert sum(rewards[:5]) / 5 < 0.4
+    assert sum(rewards[-5:]) / 5 > 0.7, rewards
+    fresh = [each["rollout_gap/logprob_abs_mean"] for each in records if not each.get("staleness/lag_1")]
+    assert max(fresh) < TOLERANCE, "tokens of the newest version have the log-probs of the learner's weights"
     lags = {name for each in records for name, value in each.items() if name.startswith("staleness/lag_") and value}
     assert lags == {"staleness/lag_0", "staleness/lag_1"}, "it generates at most one version ahead"
     counts = RunDirectory.open(tmp_path / "learns").read_ledger()[-1]["counts"]
