@@ -170,11 +170,12 @@ def test_what_cannot_be_repeated_is_refused(replay, recorded, settings, reason):
 def test_a_run_of_two_ranks_and_two_servers_is_replayed_on_two_ranks(replay, tmp_path):
     """An asynchronous run in which updates arrive in the middle of responses, interrupted and resumed."""
     run, ranks = tmp_path / "ranks", Ranks(tmp_path / "log")
-    servers = [Running("engine.deterministic=true").start() for _ in range(2)]
+    servers = [Running("engine.deterministic=true", "engine.decode_steps=1").start() for _ in range(2)]
     try:
         urls = ", ".join(each.ready().url for each in servers)
-        settings = [*SETTINGS, "trainer.total_steps=3", "engine.deterministic=true", "trainer.checkpoint_every_steps=1"]
-        settings += ["rollout.backend=native", f"rollout.servers=[{urls}]"]
+        settings = [each for each in SETTINGS if not each.startswith("engine.decode_steps")]  # an option of the servers
+        settings += ["rollout.backend=native", f"rollout.servers=[{urls}]", "engine.deterministic=true"]
+        settings += ["trainer.total_steps=3", "trainer.checkpoint_every_steps=1"]
         for _ in range(5):  # on a busy machine, every response may end between two updates
             shutil.rmtree(run, ignore_errors=True)
             assert ranks(*settings, f"run.root={tmp_path}", "run.name=ranks") == [0, 0], ranks.log.read_text()[-3000:]
