@@ -225,8 +225,8 @@ def test_a_run_ahead_learns_through_a_running_server(
     train_here("quickstart", *settings)
     records = metrics(tmp_path / "learns", "train")
     rewards = [record["reward/mean"] for record in records]
-    assert sum(rewards[:5]) / 5 < 0.4
-    assert sum(rewards[-5:]) / 5 > 0.7, rewards
+    assert sum(rewards[:5]) / 5 < 0.4  # 0.25 when it was measured
+    assert sum(rewards[-5:]) / 5 > 0.6, rewards  # 0.87
     fresh = [each["rollout_gap/logprob_abs_mean"] for each in records if not each.get("staleness/lag_1")]
     assert max(fresh) < TOLERANCE, "tokens of the newest version have the log-probs of the learner's weights"
     lags = {name for each in records for name, value in each.items() if name.startswith("staleness/lag_") and value}
@@ -338,11 +338,12 @@ def test_a_run_over_two_servers_continues_without_a_killed_one(
             return running[url] >= 2
 
         while not is_busy():
-            time.sleep(0.02)
+            if is_over.wait(0.02):
+                return
         os.killpg(sharded._server.pid, signal.SIGKILL)
         sharded.close()  # otherwise it would start another one
 
-    url = sharded.url
+    url, is_over = sharded.url, threading.Event()
     killer = threading.Thread(target=kill, daemon=True)
     monkeypatch.setattr(RouterEngine, "__init__", make_and_keep)
     monkeypatch.setenv(SERVER_KEY, engine.api_key)
@@ -351,8 +352,11 @@ def test_a_run_over_two_servers_continues_without_a_killed_one(
         *("trainer.total_steps=3", "rollout.max_new_tokens=160", "eval.before=false", "eval.after=false"),
         "algorithm.old_logprobs=recompute",
     ]
-    with after_step(1, killer.start):
-        train_here("quickstart", *settings)
+    try:
+        with after_step(1, killer.start):
+            train_here("quickstart", *settings)
+    finally:
+        is_over.set()  # a server that was not busy is not killed later, in another test
     killer.join(LIMIT_S)
     counters = routers[0].status().metrics
     assert counters["router_num_servers_lost"] >= 1

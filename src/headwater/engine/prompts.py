@@ -6,9 +6,9 @@ Sequences that start with the same tokens share one job, so that a prompt is com
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -310,13 +310,13 @@ class UnreadRequests:
     @property
     def is_due(self) -> bool:
         """Whether to call ``take_read``."""
-        return self.has_news or (self._deadline is not None and time.monotonic() >= self._deadline)
+        return self.has_news or (self._deadline is not None and monotonic() >= self._deadline)
 
     def until_due(self, limit_s: float) -> float:
         """Seconds until ``is_due`` without news, or ``limit_s`` if that is sooner."""
         if self._deadline is None:
             return limit_s
-        return max(0.0, min(limit_s, self._deadline - time.monotonic()))
+        return max(0.0, min(limit_s, self._deadline - monotonic()))
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -372,8 +372,8 @@ class UnreadRequests:
         if sum(prompts.values()) >= self._enough_tokens:
             return False
         if self._deadline is None:
-            self._deadline = time.monotonic() + _GATHER_S
-        return time.monotonic() < self._deadline
+            self._deadline = monotonic() + _GATHER_S
+        return monotonic() < self._deadline
 
     def take_out(self, wanted: Callable[[EngineSequence], bool]) -> list[EngineSequence]:
         """Remove the sequences for which ``wanted`` is true."""

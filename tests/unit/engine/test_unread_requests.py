@@ -20,7 +20,7 @@ NAME = "qwen2_5_vl"
 class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr("headwater.engine.prompts.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("headwater.engine.prompts.monotonic", lambda: self.now)
 
 
 def sequence(number, num_samples=1):
