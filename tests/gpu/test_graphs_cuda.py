@@ -152,6 +152,26 @@ def test_a_run_with_graphs_learns():
     assert learner.engine.graphs.num_kept == 2  # one with gradients, one without
 
 
+def test_after_a_recording_that_fails_the_stream_is_the_one_before():
+    learner = actor(dtype=torch.bfloat16)
+    engine, stream = learner.engine, torch.cuda.current_stream()
+    assert engine.graphs is not None
+    forward = engine.module.computed
+
+    def reads_on_the_host(*arguments):
+        made = forward(*arguments)
+        made["logprobs"].sum().item()
+        return made
+
+    engine.module.computed = reads_on_the_host
+    data = experience(2)
+    computed = engine.compute(data)["logprobs"]
+    assert engine.graphs.num_kept == 0
+    assert torch.cuda.current_stream() == stream
+    torch.testing.assert_close(computed, actor(device="cpu").engine.compute(data)["logprobs"], atol=0.1, rtol=0.1)
+    assert learner.update(data.with_columns(tensors={"old_logprobs": computed}))["skipped_steps"] == 0
+
+
 def test_graphs_of_many_shapes_share_their_memory():
     engine = actor(dtype=torch.bfloat16).engine
     torch.cuda.synchronize()

@@ -197,6 +197,9 @@ class Intake:
         waiting: list[asyncio.Future[ModelResponse]] = []
         leaving: list[Callable[[], None]] = []
         for request, answer in zip(requests, answers, strict=True):
+            if answer.done():  # nobody waits for it
+                leaving.append(_leave_nothing)
+                continue
             try:
                 sequence = self._accept(request, partial(mailbox.post, settle, answer))
             except Exception as refusal:  # noqa: BLE001  it belongs to the caller that waits for this answer

@@ -103,7 +103,8 @@ class FixedInputs(NamedTuple):
         prefix_lengths = np.pad(segments.prefix_lengths, (0, num_empty))
         num_more = shape.num_predictions - len(pack.targets)
         return cls(
-            _filled(pack.input_ids, shape.num_tokens),
+            # The first token of the pack at the first position: a sequence of others could overflow in float16.
+            _filled(pack.input_ids, shape.num_tokens, with_value=int(pack.input_ids[0])),
             _filled(pack.position_ids, shape.num_tokens),
             # All different, because the gradient of places that are equal is summed one after the other.
             torch.cat([pack.predictors, torch.arange(num_more) % shape.num_tokens]),
@@ -183,7 +184,7 @@ def _prefix_tables(segments: Segments, shape: PassShape, last: int) -> list[Tens
     return [key_places, copies.own, shared, places, counts]
 
 
-def _filled(values: Tensor, size: int) -> Tensor:
-    filled = values.new_zeros(size)
+def _filled(values: Tensor, size: int, *, with_value: int = 0) -> Tensor:
+    filled = values.new_full((size,), with_value)
     filled[: len(values)] = values
     return filled

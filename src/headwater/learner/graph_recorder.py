@@ -20,6 +20,9 @@ Action = Callable[[], None]
 
 
 class PassRecorder(Protocol):
+    num_bytes: int
+    """Memory of the device that is held by what was recorded."""
+
     def record(self, actions: Sequence[Action]) -> list[Action]:
         """Functions that repeat ``actions``, which are called in this order, one right after the other."""
         ...
@@ -31,6 +34,8 @@ class PassRecorder(Protocol):
 
 class PlainRecorder:
     """Repeats by calling the functions again."""
+
+    num_bytes: int = 0
 
     def record(self, actions: Sequence[Action]) -> list[Action]:
         return list(actions)
@@ -50,6 +55,7 @@ class CudaRecorder:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._num_recorded = 0
+        self.num_bytes = 0
 
     def record(self, actions: Sequence[Action]) -> list[Action]:
         # Kernels are chosen, compiled and loaded here, which is not possible while a graph is recorded. In the first
@@ -58,12 +64,15 @@ class CudaRecorder:
             for action in actions:
                 action()
         graphs = [torch.cuda.CUDAGraph() for _ in actions]
+        before = torch.cuda.memory_reserved(self._device)
         for graph, action in zip(graphs, actions, strict=True):
             with capturing(graph, pool=self._pool, stream=self._stream):
                 action()
             self._pool = graph.pool()
         self._num_recorded += 1
+        self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return [graph.replay for graph in graphs]
 
     def forget(self) -> None:
         self._pool = None  # a pool without graphs cannot be used again
+        self.num_bytes = 0

@@ -106,6 +106,8 @@ class PassGraphs:
             recorded = self._recorded(pack)
         except RuntimeError as error:  # also of CUDA, of a compiler, and too little memory
             logger.warning("passes are computed without CUDA graphs, because recording one failed: %s", error)
+            if self._module.copies is not None:
+                self._module.copies.keeps_memory = False  # they are in use, and freed when they are put back
             self.forget()
             self._is_off = True
             return None
@@ -163,6 +165,10 @@ class PassGraphs:
             self._passes.move_to_end(key)
             return self._passes[key]
         began = time.perf_counter()
+        if self._most_bytes is not None and self._recorder.num_bytes > self._most_bytes:
+            # Passes that are larger than all before them often cannot use their memory. Those that are still needed
+            # are recorded again, with the same numbers.
+            self._discard()
         if self._module.copies is not None:
             self._module.copies.keeps_memory = True
         if has_gradient:
@@ -203,7 +209,12 @@ class PassGraphs:
             return size.forward_bytes(most, itemsize) + (copied + scores) // size.num_layers
         # The kernel's sums of the gradients of queries are filled up to 128 tokens per segment.
         sums = (shape.num_tokens + 128 * shape.num_segments) * size.hidden_size * 4
-        passing = size.activation_bytes(most, itemsize, is_checkpointed=False) + copied + scores + sums
+        # The gradients of all copies of a shared prompt's keys or values, and their sum in float32.
+        summed = shape.num_shared * shape.num_places * size.kv_values_per_token // size.num_layers * (itemsize + 4)
+        passing = copied + scores + sums + summed
+        passing += size.activation_bytes(
+            most, itemsize, is_checkpointed=False, kept_logits_gib=self._module.kept_logits_bytes / 2**30
+        )
         return passing + 3 * weights.num_trained * itemsize  # working copies, and gradients as computed and as kept
 
 

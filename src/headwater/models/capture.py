@@ -24,5 +24,10 @@ def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any, stream: torch.cuda.Stre
     One thread records at a time: each recording begins with waiting for the whole device, which is an error while
     another one is under way, for both.
     """
-    with _turn, torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        yield
+    before = torch.cuda.current_stream()
+    with _turn:
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                yield
+        finally:
+            torch.cuda.set_stream(before)  # torch leaves the other stream in place if ending the recording fails

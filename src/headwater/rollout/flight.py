@@ -151,8 +151,10 @@ class JointStart:
         if self._missing:
             await self._announced()
         if self.takes_requests and not self._arrived:
-            self._hand_over()
-            self.is_open = True
+            try:
+                self._hand_over()
+            finally:
+                self.is_open = True  # also after an error: later requests do not wait
         else:
             await self._let_in()
 
@@ -165,7 +167,13 @@ class JointStart:
             return
         assert isinstance(self._engine, JointEngine)
         waiting.sort(key=lambda each: each.key)
-        leaving = self._engine.begin([each.request for each in waiting], [each.answer for each in waiting])
+        try:
+            leaving = self._engine.begin([each.request for each in waiting], [each.answer for each in waiting])
+        except BaseException as error:
+            for each in waiting:
+                if not each.answer.done():
+                    each.answer.set_exception(RolloutFailed(f"the engine did not take the request: {error}"))
+            raise
         for each, leave in zip(waiting, leaving, strict=True):
             each.leave = leave
             each.activity.becomes(GENERATING, "generating")

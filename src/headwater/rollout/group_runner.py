@@ -294,28 +294,10 @@ def _too_slow(flight: Flight) -> str:
 
 
 async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order. After the first error, the others are cancelled and awaited, so that none outlives the call.
-
-    Like ``asyncio.gather``, which however schedules a callback for each task that ends.
-    """
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[None] = loop.create_future()
-    results: dict[int, T] = {}
-
-    async def run(place: int, coroutine: Awaitable[T]) -> None:
-        try:
-            results[place] = await coroutine
-        except BaseException as error:  # noqa: BLE001  it is raised below
-            if not over.done():
-                over.set_exception(error)
-        else:
-            if len(results) == len(tasks) and not over.done():
-                over.set_result(None)
-
-    tasks = [loop.create_task(run(place, coroutine)) for place, coroutine in enumerate(coroutines)]
+    """Results in order. After the first error, the others are cancelled and awaited, so that none outlives the call."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
-        await over
-        return [results[place] for place in range(len(tasks))]
+        return await asyncio.gather(*tasks)
     except BaseException:
         for task in tasks:
             task.cancel()

@@ -259,6 +259,31 @@ def test_the_oldest_graph_is_discarded(monkeypatch):
     assert graphs._recorder.num_recorded == 4
 
 
+def test_graphs_that_hold_too_much_memory_are_recorded_again():
+    class Growing(Counting):
+        """Nothing that is recorded can use the memory of what was recorded before."""
+
+        def record(self, actions):
+            self.num_bytes += 600
+            return super().record(actions)
+
+        def forget(self):
+            self.num_bytes = 0
+
+    module, plain = policy(), policy()
+    graphs = PassGraphs(module, CPU, Growing(), most_bytes=2**40)
+    graphs._most_bytes = 1000  # of what is held; passes themselves are estimated
+    graphs._num_bytes = lambda shape: 0
+    with torch.no_grad():
+        for number in (1, 10, 20, 1):
+            (pack,) = packs(batch(num_groups=number))
+            made = graphs(graphs.filled(pack, pack))
+            torch.testing.assert_close(made["logprobs"], plain(pack)["logprobs"], atol=1e-4, rtol=1e-4)
+            assert graphs._recorder.num_bytes <= 1200
+    assert graphs._recorder.num_recorded == 4  # the third discarded the first two, one of which is needed again
+    assert graphs.num_kept == 2
+
+
 def test_a_recorded_update_reads_nothing_on_the_host(monkeypatch):
     """On the meta device there is nothing to read, and whatever tries fails."""
     monkeypatch.setitem(_CHUNK_ELEMENTS, "meta", 2000)
