@@ -299,8 +299,8 @@ def _of_update(config: Config, num_weights: int, vocabulary: int, known: Known |
         )
     if learner.cuda_graphs == "auto" and _uses_gpu(config):
         yield (
-            "learner.cuda_graphs=off: does not record the passes of small packs, whose graphs keep up to a tenth of the "
-            "GPU's memory for each model that is trained or computed with"
+            "learner.cuda_graphs=off: does not record the passes of small packs; the graphs of each model keep up to a "
+            "tenth of the GPU's memory"
         )
     if not learner.offload_optimizer and config.lora.rank == 0 and _uses_gpu(config):
         saved = _AVERAGES_BYTES * num_weights
