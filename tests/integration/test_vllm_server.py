@@ -42,6 +42,7 @@ from headwater.backends.router.engine import RouterEngine
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
+from headwater.core.capabilities import ServerStatus
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
@@ -179,10 +180,10 @@ def test_ends_aborts_and_pauses(engine: VllmEngine) -> None:
         assert num_aborted == (response.stop_reason == "abort")
         return response
 
-    # On a busy machine, it may end before it is aborted, or be aborted before its first token.
+    # On a busy machine, it may end before it is aborted, or be aborted before its first or after its last token.
     for _ in range(20):
         response = asyncio.run(aborted())
-        if response.stop_reason == "abort" and response.output_len:
+        if response.stop_reason == "abort" and 0 < response.output_len < 200:
             break
     assert response.stop_reason == "abort"
     assert 0 < response.output_len < 200
@@ -333,15 +334,20 @@ def test_a_run_over_two_servers_continues_without_a_killed_one(
         routers.append(self)
 
     def kill() -> None:
-        def is_busy() -> bool:
-            running = {each.name: each.num_running for each in routers[0].status().servers}
-            return running[url] >= 2
+        def server() -> ServerStatus:
+            (found,) = [each for each in routers[0].status().servers if each.name == url]
+            return found
 
-        while not is_busy():
-            if is_over.wait(0.02):
+        while not is_over.wait(0.02):
+            if server().num_running < 2:
+                continue
+            os.killpg(sharded._server.pid, signal.SIGSTOP)
+            time.sleep(0.5)  # answers that were on their way arrive
+            if server().num_running + server().num_waiting:
+                os.killpg(sharded._server.pid, signal.SIGKILL)
+                sharded.close()  # otherwise it would start another one
                 return
-        os.killpg(sharded._server.pid, signal.SIGKILL)
-        sharded.close()  # otherwise it would start another one
+            os.killpg(sharded._server.pid, signal.SIGCONT)
 
     url, is_over = sharded.url, threading.Event()
     killer = threading.Thread(target=kill, daemon=True)
@@ -349,7 +355,7 @@ def test_a_run_over_two_servers_continues_without_a_killed_one(
     monkeypatch.setenv(SERVER_KEY, engine.api_key)
     settings = [
         *("rollout.backend=vllm", f"rollout.servers=[{engine.url}, {url}]", f"run.root={tmp_path}", *CUT_DOWN),
-        *("trainer.total_steps=3", "rollout.max_new_tokens=160", "eval.before=false", "eval.after=false"),
+        *("trainer.total_steps=6", "rollout.max_new_tokens=160", "eval.before=false", "eval.after=false"),
         "algorithm.old_logprobs=recompute",
     ]
     try:
@@ -362,11 +368,11 @@ def test_a_run_over_two_servers_continues_without_a_killed_one(
     assert counters["router_num_servers_lost"] >= 1
     assert counters["router_num_requests_moved"] >= 1
     gaps = [each["rollout_gap/logprob_abs_max"] for each in metrics(tmp_path / "quickstart", "train")]
-    assert len(gaps) == 3
+    assert len(gaps) == 6
     assert max(gaps) < TOLERANCE, "all tokens are of the weights that the learner had"
     ledger = RunDirectory.open(tmp_path / "quickstart").read_ledger()
-    assert ledger[-1]["counts"] == {"dispatched": 12, "trained": 12, "dropped": 0, "buffered": 0, "in_flight": 0}
-    assert len({each["weights"] for each in ledger if each["kind"] == "step"}) == 3, "every step changes the weights"
+    assert ledger[-1]["counts"] == {"dispatched": 24, "trained": 24, "dropped": 0, "buffered": 0, "in_flight": 0}
+    assert len({each["weights"] for each in ledger if each["kind"] == "step"}) == 6, "every step changes the weights"
 
 
 def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> None:
