@@ -41,8 +41,8 @@ from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.router.engine import RouterEngine
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
 from headwater.core.capabilities import ServerStatus
+from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
