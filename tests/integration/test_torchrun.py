@@ -92,9 +92,8 @@ def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, tor
         differs = ~torch.isclose(actual[key], tensor, atol=1e-5, rtol=1e-5)
         # Without rotary embeddings, a bias of keys changes no attention, so its gradient is rounding alone.
         is_rounding = ".vision_model." in key and key.endswith("k_proj.bias")
-        assert is_rounding or differs.float().mean() < 1e-3, (
-            f"{name}: {key} differs in {int(differs.sum())} of {tensor.numel()}"
-        )
+        num_different, most = int(differs.sum()), max(2, tensor.numel() // 1000)
+        assert is_rounding or num_different <= most, f"{name}: {key} differs in {num_different} of {tensor.numel()}"
         assert (actual[key] - tensor).abs().max() < 5e-3, f"{name}: {key}"
 
 
