@@ -197,7 +197,7 @@ class Intake:
         waiting: list[asyncio.Future[ModelResponse]] = []
         leaving: list[Callable[[], None]] = []
         for request, answer in zip(requests, answers, strict=True):
-            if answer.done():  # nobody waits for it
+            if answer.done():  # its episode was cancelled
                 leaving.append(_leave_nothing)
                 continue
             try:

@@ -166,8 +166,6 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._must_look_again = False
         self._is_paused = False
         self._changed = threading.Condition()
-        self._num_wanted = 1
-        """Results for which the consumer waits."""
         self._results: list[Result] = []
         self._error: BaseException | None = None
 
@@ -259,9 +257,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             self._fail(error)
         self._running.discard(task)  # after its error is set, or the consumer could conclude that all work is done
         self._look()
-        # One that still waits for other results would only take turns of the interpreter.
-        if len(self._results) >= self._num_wanted or self._error is not None or not self._running:
-            self._tell_consumer()
+        self._tell_consumer()
 
     def _fail(self, error: BaseException) -> None:
         """Keep the first error for the consumer, and cancel all running jobs."""
@@ -298,7 +294,6 @@ class BatchTaskDispatcher(Generic[Job, Result]):
             return len(self._results) >= count or self._is_idle()
 
         with self._changed:
-            self._num_wanted = count
             self._tasks.wait(self._changed, is_over, describe, kind="batch", hard_limit_s=hard_limit_s)
             if self._error is not None:
                 raise self._error
