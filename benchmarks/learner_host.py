@@ -33,26 +33,10 @@ from headwater.learner.actor import Actor
 from headwater.learner.optimizer import Optimizer
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import LossColumns
-from headwater.models.packed_attention import VarlenAttention
+from headwater.models.packed_attention import AttentionTables
 from headwater.rollout.group import pad_trajectories
 
 CPU = torch.device("cpu")
-PARTS: dict[str, tuple[Any, str]] = {
-    "rows of a batch": (DataProto, "__getitem__"),
-    "counts": (engine.TrainEngine, "totals"),
-    "reading rows": (engine, "read_rows"),
-    "planning packs": (engine, "pack_rows"),
-    "making packs": (packing, "_pack"),
-    "columns to the device": (LossColumns, "__init__"),
-    "columns of a micro-batch": (LossColumns, "of"),
-    "pack to the device": (packing.Pack, "to"),
-    "tables of attention": (VarlenAttention, "__init__"),
-    "loss and statistics (kernels)": (engine.TrainEngine, "_backward"),
-    "comparison with rollouts (kernels)": (step_sums.StepSums, "add_gap"),
-    "padding (kernels)": (packing.Pack, "padded"),
-    "reading statistics": (step_sums.StepSums, "read"),
-    "optimiser": (Optimizer, "step"),
-}
 
 
 class StandIn(PolicyModule):
@@ -63,9 +47,30 @@ class StandIn(PolicyModule):
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, pack: packing.Pack) -> Mapping[str, Tensor]:
-        VarlenAttention(pack.segments, CPU)
+        self.build_tables(pack)
         values = self.scale * torch.ones(len(pack.targets))
         return dict.fromkeys(self.outputs, values)
+
+    def build_tables(self, pack: packing.Pack) -> None:
+        AttentionTables.of(pack.segments, CPU)
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "rows of a batch": (DataProto, "__getitem__"),
+    "counts": (engine.TrainEngine, "totals"),
+    "reading rows": (engine, "read_rows"),
+    "planning packs": (engine, "pack_rows"),
+    "making packs": (packing, "_pack"),
+    "columns to the device": (LossColumns, "__init__"),
+    "columns of a micro-batch": (LossColumns, "of"),
+    "pack to the device": (packing.Pack, "to"),
+    "tables of attention": (StandIn, "build_tables"),
+    "loss and statistics (kernels)": (engine.TrainEngine, "_backward"),
+    "comparison with rollouts (kernels)": (step_sums.StepSums, "add_gap"),
+    "padding (kernels)": (packing.Pack, "padded"),
+    "reading statistics": (step_sums.StepSums, "read"),
+    "optimiser": (Optimizer, "step"),
+}
 
 
 def main() -> None:

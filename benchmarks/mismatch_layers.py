@@ -166,7 +166,8 @@ def _keep_input(values: Values, key: tuple[int, str]) -> Callable[..., None]:
 
 def _keep_output(values: Values, key: tuple[int, str]) -> Callable[..., None]:
     def hook(module: Any, inputs: Any, output: Any) -> None:
-        values[key] = _kept((output[0] if isinstance(output, tuple) else output)[0])
+        # A layer may leave its second addition to the next one.
+        values[key] = _kept((output[0] + output[1] if isinstance(output, tuple) else output)[0])
 
     return hook
 

@@ -4,9 +4,12 @@
     python benchmarks/recipes.py quickstart --settings trainer.total_steps=20
 
 A case is a recipe, or several joined by ``+``; later ones change earlier ones. ``name=recipe+recipe;key=value`` gives
-it a name and settings of its own. ``--settings`` are for all of them. ``--add`` completes the table with seeds of an
-earlier record. Every run is a process of ``headwater train``. A run that fails is shown with its last words and is in
-the record, but not in the table.
+it a name and settings of its own. ``--settings`` are for all of them. ``--add`` completes the table with the runs of an
+earlier record, except those that were made again. Every run is a process of ``headwater train``. A run that fails, or
+is stopped by ``--limit``, is shown with its last words and is in the record with the rewards that it reached.
+
+``--at-s 60 120`` compares the runs at equal times: the held-out reward after so many seconds of training, interpolated
+between evaluations. ``--by-time`` draws the rewards over these seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,11 +107,35 @@ def run_all(jobs: Sequence[tuple[Case, int]], common: Sequence[str], num: int, l
             yield future.result()
 
 
-def earlier_runs(record: Path, cases: Sequence[str], runs: Sequence[Run]) -> list[Run]:
-    """The runs of an earlier record that belong to one of these cases, with other seeds."""
+def earlier_runs(record: Path, runs: Sequence[Run]) -> list[Run]:
+    """The runs of an earlier record, without those that were made again."""
     done = {(each.case, each.seed) for each in runs}
     found = [Run(**each) for each in json.loads(record.read_text())["runs"]]
-    return [each for each in found if each.case in cases and (each.case, each.seed) not in done]
+    return [each for each in found if (each.case, each.seed) not in done]
+
+
+def reward_at(run: Run, seconds: float) -> float | None:
+    """The held-out reward after ``seconds`` of training, between two evaluations on the line between them.
+
+    A run that completed all its steps earlier keeps its last reward; one that was stopped earlier has none.
+    """
+    for (_, before, begin), (_, after, end) in pairwise(run.rewards):
+        if begin <= seconds <= end:
+            return before + (after - before) * (seconds - begin) / (end - begin) if end > begin else after
+    return run.rewards[-1][1] if run.rewards and not run.error else None
+
+
+def rows_at(runs: Sequence[Run], times: Sequence[float]) -> list[dict[str, Any]]:
+    """One row per case and time: the mean over its seeds, and each of them."""
+    rows = []
+    for case in dict.fromkeys(each.case for each in runs):
+        for seconds in times:
+            found = [reward_at(each, seconds) for each in runs if each.case == case]
+            rewards = [each for each in found if each is not None]
+            if rewards:
+                mean = statistics.fmean(rewards)
+                rows.append({"case": case, "at_s": seconds, "reward": mean, "reward_per_seed": rewards})
+    return rows
 
 
 def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -136,7 +164,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(path: Path, runs: Sequence[Run]) -> None:
+def draw(path: Path, runs: Sequence[Run], *, by_time: bool = False) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -145,10 +173,12 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
     axes = figure.add_subplot()
     for place, case in enumerate(dict.fromkeys(each.case for each in runs)):
         for number, each in enumerate(one for one in runs if one.case == case and one.rewards):
-            steps, rewards, _ = zip(*each.rewards, strict=True)
+            steps, rewards, seconds = zip(*each.rewards, strict=True)
             style, label = ("o-", "s--")[place // 10 % 2], None if number else case
-            axes.plot(steps, rewards, style, color=f"C{place}", markersize=3, alpha=0.8, label=label)
-    axes.set(xlabel="step", ylabel="held-out reward", ylim=(0, None))
+            axes.plot(
+                seconds if by_time else steps, rewards, style, color=f"C{place}", markersize=3, alpha=0.8, label=label
+            )
+    axes.set(xlabel="seconds of training" if by_time else "step", ylabel="held-out reward", ylim=(0, None))
     axes.grid(alpha=0.3)
     axes.legend(loc="best", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,10 +192,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="runs at a time (default 1)")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all together (default 3600)")
     parser.add_argument("--settings", nargs="*", default=[], metavar="key=value", help="for all runs")
-    parser.add_argument(
-        "--add", type=Path, metavar="RECORD", help="add the runs of the same cases in an earlier record"
-    )
+    parser.add_argument("--add", type=Path, metavar="RECORD", help="add the other runs of an earlier record")
     parser.add_argument("--plot", type=Path, help="draw the held-out rewards here, as a PNG")
+    parser.add_argument("--by-time", action="store_true", help="draw them over the seconds of training")
+    parser.add_argument("--at-s", type=float, nargs="*", default=[], metavar="S", help="compare the rewards then")
     options: argparse.Namespace = parser.parse_args()
     load = os.getloadavg()[0]
     jobs = [(Case.read(text), seed) for seed in options.seeds for text in options.cases]
@@ -180,8 +210,8 @@ def main() -> None:
             print(f"  failed: {run.error}", flush=True)
     order = {Case.read(text).name: place for place, text in enumerate(options.cases)}
     if options.add is not None:
-        runs += earlier_runs(options.add, list(order), runs)
-    runs.sort(key=lambda each: (order[each.case], each.seed))
+        runs += earlier_runs(options.add, runs)
+    runs.sort(key=lambda each: (order.get(each.case, len(order)), each.case, each.seed))
     rows = rows_of(runs)
     print(f"\n{'case':<36} {'before':>6} {'after':>6} {'best':>6} {'steps':>5} {'s/step':>6} {'wall s':>6}")
     for row in rows:
@@ -189,11 +219,15 @@ def main() -> None:
             f"{row['case']:<36} {row['before']:>6.3f} {row['after']:>6.3f} {row['best']:>6.3f} {row['steps']:>5} "
             f"{row['step_s']:>6.2f} {row['wall_s']:>6.0f}"
         )
+    at_times = rows_at(runs, options.at_s)
+    for row in at_times:
+        seeds = " ".join(f"{reward:.3f}" for reward in row["reward_per_seed"])
+        print(f"{row['case']:<36} after {row['at_s']:>4.0f} s: {row['reward']:.3f} ({seeds})")
     if options.plot is not None:
-        draw(options.plot, runs)
+        draw(options.plot, runs, by_time=options.by_time)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shared = {"load_before": load, "at_a_time": options.processes}
-    write_record(options.out, device, **shared, rows=rows, runs=[asdict(each) for each in runs])
+    write_record(options.out, device, **shared, rows=rows, at_times=at_times, runs=[asdict(each) for each in runs])
 
 
 if __name__ == "__main__":

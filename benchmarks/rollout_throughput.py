@@ -20,6 +20,7 @@ that had to wait for room in the KV cache and were computed again; it should be 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -278,6 +279,18 @@ def main() -> None:
     parser.add_argument(
         "--skinny-rows", type=int, default=0, help="on a GPU, steps with at most this many rows use fused products"
     )
+    parser.add_argument(
+        "--pair-choices", metavar="FILE", help="on a GPU, use the products that decode_products.py chose in this record"
+    )
+    parser.add_argument(
+        "--scaled-tiles", action="store_true", help="with --deterministic: tiles that depend on the rows"
+    )
+    parser.add_argument(
+        "--attention-keys", type=int, default=64, choices=(32, 64), help="keys per block of prefill and --deterministic"
+    )
+    parser.add_argument(
+        "--dependent-attention", action="store_true", help="on a GPU, attention starts while the kernel before it ends"
+    )
     parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
     device = default_device()
@@ -305,9 +318,7 @@ def main() -> None:
     # Texts matter only to stop strings, which are to be looked for in a real vocabulary where there is one.
     tokenizer = load_tokenizer("smollm2") if options.stop and options.shape == "smollm2" else build_tokenizer()
     if device.type == "cuda":
-        from headwater.engine.runners import cuda  # needs Triton
-
-        cuda.SKINNY_ROWS = options.skinny_rows
+        _use_kernels(options)
     engine = Engine(model, tokenizer, settings)
     names = f"{'engine':>10} {'vLLM':>10} {'generate':>10} {'':>7} {'floor':>10}"
     print(f"{'shape':<13} {'case':>13} {'':<4} {names} tokens/s")
@@ -323,11 +334,30 @@ def main() -> None:
         device,
         deterministic=options.deterministic,
         skinny_rows=options.skinny_rows,
+        pair_choices=options.pair_choices,
+        scaled_tiles=options.scaled_tiles,
+        attention_keys=options.attention_keys,
+        dependent_attention=options.dependent_attention,
         filters=filters_of(options),
         ceilings=asdict(ceilings),
         vllm=asdict(vllm) if vllm else None,
         results=[asdict(each) for each in results],
     )
+
+
+def _use_kernels(options: argparse.Namespace) -> None:
+    # They need Triton.
+    from headwater.engine.attention import cuda as cuda_attention
+    from headwater.engine.kernels import linear, prefill_attention
+    from headwater.engine.runners import cuda, paired
+
+    cuda.SKINNY_ROWS = options.skinny_rows
+    linear.SCALED_TILES = options.scaled_tiles
+    prefill_attention.KEYS_PER_BLOCK = options.attention_keys
+    cuda_attention.DEPENDENT_LAUNCH = options.dependent_attention
+    if options.pair_choices:
+        record = json.loads(Path(options.pair_choices).read_text())
+        paired.PAIR_CHOICES = tuple(paired.PairChoice.of(each) for each in record["choices"])
 
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:

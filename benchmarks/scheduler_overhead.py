@@ -30,6 +30,7 @@ import torch
 from options import parser_of
 from record import write_record
 
+from headwater.core.capabilities import Capabilities
 from headwater.core.protocols import EpisodeEngine, EpisodeInput
 from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
@@ -50,6 +51,8 @@ PROMPT = Prompt("row", ({"role": "user", "content": "?"},), "?", tuple(range(1, 
 
 class HoldingEngine:
     """Answers the ``num_answered`` requests that came first whenever ``num_held`` are there."""
+
+    capabilities = Capabilities()
 
     def __init__(self, num_held: int, num_answered: int) -> None:
         self.version = 0

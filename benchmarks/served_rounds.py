@@ -133,7 +133,7 @@ def _measure(num_rows: int, num_rounds: int) -> dict[str, Any]:
         arguments = engine_arguments(config, shares_device=False)
         engine = NativeEngine(OwnServer(MODEL, arguments, dtype), transfer="shared_memory", spans=Spans())
         try:
-            parent = engine._thread.native_id
+            parent = engine._thread._thread.native_id
             assert parent is not None
             seconds = {
                 "child_engine": lambda: float(clock[0]),

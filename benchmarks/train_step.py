@@ -30,11 +30,13 @@ from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.records import Trajectory
+from headwater.learner import packed_module
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
+from headwater.models import wide_layers
 from headwater.models.packed_attention import Segments
 from headwater.rollout.group import pad_trajectories
 
@@ -48,12 +50,24 @@ class Case:
     make_engine: Callable[..., Any] = TrainEngine
     training: tuple[tuple[str, Any], ...] = ()
     lora_rank: int = 0
+    patches: tuple[tuple[Any, str, Any], ...] = ()
+    """Constants that choose an earlier way: a module, a name and a value."""
 
+
+_COMPILED_LOGITS = ((packed_module, "USES_LOGIT_KERNELS", False),)
+_NO_DEFERRED_SUMS = ((wide_layers, "_DEFERRING", ()),)
+_SEPARATE, _RECOMPUTED = ("join_projections", False), ("keep_logits_if_free", False)
 
 CASES = {
     case.name: case
     for case in (
         Case("packed"),
+        # Without one of the changes that ``packed`` has, and without all of them.
+        Case("separate_projections", training=(_SEPARATE,)),
+        Case("recomputed_logits", training=(_RECOMPUTED,)),
+        Case("compiled_logits", patches=_COMPILED_LOGITS),
+        Case("separate_sums", patches=_NO_DEFERRED_SUMS),
+        Case("before", training=(_SEPARATE, _RECOMPUTED), patches=(*_COMPILED_LOGITS, *_NO_DEFERRED_SUMS)),
         Case("kept_logits", training=(("kept_logits_gib", 16.0),)),
         Case("unfused", training=(("fused_layers", False),)),
         Case("compiled", training=(("compile", True),)),
@@ -61,6 +75,7 @@ CASES = {
         Case("padded", make_module=PaddedPolicyModule, make_engine=PaddedTrainEngine),
         Case("lora", training=(("checkpoint_activations", True),), lora_rank=32),
         Case("full_offload", training=(("checkpoint_activations", True), ("offload_optimizer", True))),
+        Case("offload", training=(("offload_optimizer", True),)),
     )
 }
 
@@ -97,6 +112,17 @@ def main() -> None:
 
 
 def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    before = [(module, name, getattr(module, name)) for module, name, _ in case.patches]
+    try:
+        for module, name, value in case.patches:
+            setattr(module, name, value)
+        return _measured(case, options, device)
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _measured(case: Case, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     gc.collect()  # the model of the case before
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -115,14 +141,19 @@ def _measure(case: Case, options: argparse.Namespace, device: torch.device) -> d
     logprobs_s = seconds_per_call(lambda: learner.engine.compute(data)["logprobs"], options.steps, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    learner.update(data)
+    _wait(device)
+    first_s = time.perf_counter() - started
     train_s = seconds_per_call(lambda: learner.update(data), options.steps, device)
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     if options.profile:
-        _profile(lambda: learner.update(data), options.profile / f"{options.shape}_{case.name}.txt")
+        write_profile(lambda: learner.update(data), options.profile / f"{options.shape}_{case.name}.txt")
     return {
         "case": case.name,
         "sequences": len(data),
         "tokens": work.tokens,
+        "first_train_s": first_s,
         "train_s": train_s,
         "train_tokens_per_s": work.tokens / train_s,
         "train_utilisation": work.train_flops / train_s / options.peak_tflops / 1e12,
@@ -211,11 +242,41 @@ def seconds_per_call(work: Callable[[], Any], steps: int, device: torch.device) 
     return (time.perf_counter() - started) / steps
 
 
-def _profile(work: Callable[[], Any], path: Path) -> None:
+def write_profile(work: Callable[[], Any], path: Path) -> None:
+    """Kernels of two steps by their time, and where the device waited."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
+        for _ in range(2):
+            work()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile.key_averages().table(sort_by="cuda_time_total", row_limit=60, max_name_column_width=90))
+    table = profile.key_averages().table(sort_by="cuda_time_total", row_limit=60, max_name_column_width=90)
+    path.write_text(f"{_gaps(profile)}\n{table}")
+
+
+def _gaps(profile: Any, num_shown: int = 15) -> str:
+    """How long the device was idle between the first and the last kernel, and its longest pauses."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+    )
+    if not spans:
+        return "no kernels"
+    begin, (_, latest, last) = spans[0][0], spans[0]
+    idle: list[tuple[float, str, str]] = []
+    for start, end, name in spans[1:]:
+        if start > latest:
+            idle.append((start - latest, last, name))
+        if end > latest:
+            latest, last = end, name
+    total = sum(each for each, _, _ in idle)
+    short = sum(each for each, _, _ in idle if each < 20)
+    lines = [
+        f"two steps: {(latest - begin) / 1e3:.1f} ms from the first to the last kernel, and the device is idle for "
+        f"{total / 1e3:.1f} ms in {len(idle)} gaps ({short / 1e3:.1f} ms in gaps below 20 us). The longest:"
+    ]
+    for each, before, after in sorted(idle, reverse=True)[:num_shown]:
+        lines.append(f"{each / 1e3:9.2f} ms between {before[:60]} and {after[:60]}")
+    return "\n".join(lines)
 
 
 def _wait(device: torch.device) -> None:
@@ -226,7 +287,8 @@ def _wait(device: torch.device) -> None:
 def _line(shape: str, row: dict[str, Any]) -> str:
     return (
         f"{shape} {row['case']:<13} {row['sequences']} sequences, {row['tokens']:,} tokens: "
-        f"train {row['train_s']:.2f} s, {row['train_tokens_per_s']:,.0f} tokens/s, {row['train_utilisation']:.1%}; "
+        f"train {row['train_s']:.3f} s (first {row['first_train_s']:.1f}), "
+        f"{row['train_tokens_per_s']:,.0f} tokens/s, {row['train_utilisation']:.1%}; "
         f"log-probs {row['logprobs_s']:.2f} s, {row['logprobs_utilisation']:.1%}; peak {row['peak_gib']:.1f} GiB"
     )
 

@@ -20,7 +20,7 @@ from headwater.trainer.loop import Trainer
 from headwater.trainer.rollout_setup import build_rollout
 
 
-def train(recipe: Path | None, settings: Mapping[str, Any], root: Path) -> RunDirectory:
+def train(recipe: str | Path | None, settings: Mapping[str, Any], root: Path) -> RunDirectory:
     """Train ``recipe`` with ``settings`` (``"rollout.max_staleness": 2``) to its end; what it wrote is under ``root``.
 
     It prints nothing. With ``trainer.trace`` the run's trace.json is there too.

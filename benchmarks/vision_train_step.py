@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 from options import parser_of
 from record import write_record
 from shapes import default_device, default_dtype, make_prompts
-from train_step import seconds_per_call
+from train_step import seconds_per_call, write_profile
 from vision_throughput import SHAPES, build, make_media_prompts
 
 from headwater.algorithms.policy_losses.ppo import ppo
@@ -77,6 +78,9 @@ def main() -> None:
     for name, (default, meaning) in counts.items():
         parser.add_argument(name, type=int, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="the rate to compare with (default 790)")
+    parser.add_argument(
+        "--profile", type=Path, help="write the GPU time of each case's step by kernel into this folder"
+    )
     options = parser.parse_args()
     device = default_device()
     rows = []
@@ -90,6 +94,7 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
     gc.collect()  # the model of the case before
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
     case, dtype = CASES[name], default_dtype(device)
     model, processor = build(options.shape, device, dtype if case.lora_rank else torch.float32)
     config = LearnerConfig(max_tokens_per_microbatch=options.microbatch, skip_zero_advantages=False, **case.settings)
@@ -112,6 +117,9 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         torch.cuda.reset_peak_memory_stats()
     flops = learner.update(data)[FLOPS]
     train_s = seconds_per_call(lambda: learner.update(data), options.steps, device)
+    peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+    if options.profile:
+        write_profile(lambda: learner.update(data), options.profile / f"{options.shape}_{name}.txt")
     num_tokens = int(data.batch["attention_mask"].sum())
     return {
         "case": name,
@@ -122,7 +130,8 @@ def _measure(name: str, options: argparse.Namespace, device: torch.device) -> di
         "train_tflop": flops / 1e12,
         "train_utilisation": flops / train_s / options.peak_tflops / 1e12,
         "logprobs_s": logprobs_s,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0,
+        "peak_gib": peak,
+        "held_before_gib": held,
     }
 
 

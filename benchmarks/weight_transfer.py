@@ -28,9 +28,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -224,7 +225,10 @@ class Servers:
             engine.close()
 
 
-def measure_shape(shape: str, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+def measure_shape(
+    shape: str, device: torch.device, options: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """``keep`` is called after every transport, so that a run that is ended early leaves what it has measured."""
     dtype = default_dtype(device)
     name: Any = str(dtype).removeprefix("torch.")
     learner = OneRank(shape, device)
@@ -246,6 +250,7 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
             f"{row['token_s'] * 1e3:6.1f} ms  {row['bytes'] / 1e6:8.1f} MB",
             flush=True,
         )
+        keep({"dtype": name, "model_bytes": size, "transports": rows, "failed": failed})
 
     wanted = options.transports
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -263,7 +268,7 @@ def measure_shape(shape: str, device: torch.device, options: argparse.Namespace)
             for count in sorted({1, options.servers}):
                 with servers.connected(transfer, encoding, count) as connected:
                     add(f"{transport} to {count}", connected)
-    return {"dtype": name, "model_bytes": size, "transports": rows, "failed": failed}
+    keep({"dtype": name, "model_bytes": size, "transports": rows, "failed": failed})
 
 
 def main() -> None:
@@ -279,8 +284,14 @@ def main() -> None:
     device = torch.device(options.device) if options.device else default_device()
     if options.transports is None:
         options.transports = [each for each in known[:-1] if each != "cuda_ipc" or device.type == "cuda"]
-    shapes = {shape: measure_shape(shape, device, options) for shape in options.shapes}
-    write_record(options.out, device, sequences=options.sequences, updates=options.updates, shapes=shapes)
+    shapes: dict[str, Any] = {}
+
+    def keep(shape: str, measured: dict[str, Any]) -> None:
+        shapes[shape] = measured
+        write_record(options.out, device, sequences=options.sequences, updates=options.updates, shapes=shapes)
+
+    for shape in options.shapes:
+        measure_shape(shape, device, options, partial(keep, shape))
 
 
 if __name__ == "__main__":

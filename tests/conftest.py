@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -67,6 +68,14 @@ def _shares_a_fixture(item: pytest.Item) -> bool:
     found = getattr(item, "_fixtureinfo", None)
     fixtures = found.name2fixturedefs.values() if found else ()
     return any(each.scope == "module" for definitions in fixtures for each in definitions)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage rarely, and only among objects of tests: imports have made half a million others."""
+    from headwater.core.interpreter import settle_garbage
+
+    settle_garbage()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(trylast=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
+from integration.test_transfer_memory import peak, reset_peak
+from transformers import AutoModelForCausalLM
 
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import OwnServer, engine_arguments
@@ -15,13 +19,23 @@ from headwater.config.schema import EngineConfig
 from headwater.core.errors import WeightsError
 from headwater.core.protocols import Bucket
 from headwater.core.requests import ModelRequest, SamplingParams
-from headwater.models.load import load_model
+from headwater.models.builtin.tiny import Preset, build_config
+from headwater.models.load import load_model, load_tokenizer, save_model
 from headwater.observe.spans import Spans
 from headwater.weights import shared_memory
 from headwater.weights.memory import in_buckets
 from headwater.weights.publish import publish
 
 MODEL = "tiny:qwen3"
+MIB = 2**20
+SHAPE = Preset(
+    "qwen2", hidden_size=1024, intermediate_size=4096, num_layers=16, num_heads=8, num_kv_heads=8, head_dim=128
+)
+"""1 GiB in float32."""
+SLOT = 16 * MIB
+"""The size of the largest tensor."""
+SLACK = 256 * MIB
+"""For what is not weights: kernels that the first update loads, blocks of torch's allocator, Python modules."""
 
 
 class Policy:
@@ -63,3 +77,59 @@ def test_every_version_arrives_and_a_process_that_replaces_the_first_gets_it_aga
         policy.model.cpu()
         with pytest.raises(WeightsError, match="not on a GPU"):
             publish(policy, engine, 5)
+
+
+@contextmanager
+def most_used(found: list[int]) -> Iterator[None]:
+    """Append the most memory of the GPU that all processes use within the block."""
+    is_over = threading.Event()
+
+    def look() -> None:
+        most = 0
+        while not is_over.wait(0.0005):
+            free, total = torch.cuda.mem_get_info()
+            most = max(most, total - free)
+        found.append(most)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_neither_process_holds_a_second_copy_of_the_weights_on_the_gpu_or_in_main_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", SLOT)
+    policy = Policy()
+    policy.model = AutoModelForCausalLM.from_config(build_config(SHAPE)).eval()
+    save_model(policy.model, load_tokenizer("tiny:qwen2"), tmp_path / "model")
+    policy.model.cuda()
+    whole = sum(each.nbytes for each in policy.model.parameters())
+    limit = shared_memory.NUM_SLOTS * SLOT
+    assert whole > 2 * (limit + SLACK)  # or it proves nothing
+    arguments = ["--device", "cuda", *engine_arguments(EngineConfig(kv_cache_gib=0.1), shares_device=True)]
+    place = OwnServer(str(tmp_path / "model"), arguments, "float32")
+    with closing(NativeEngine(place, transfer="cuda_ipc", spans=Spans())) as engine:
+        request = ModelRequest("r", (5, 6, 7), SamplingParams(max_new_tokens=4, ignore_end=True), rng_key=0)
+        asyncio.run(engine.agenerate(request))  # weights that no request has used yet may be on disk only
+        torch.cuda.synchronize()
+        pids = {"sender": os.getpid(), "engine": engine.pid}
+        before = {name: reset_peak(pid) for name, pid in pids.items()}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        free, total = torch.cuda.mem_get_info()
+        allocated, used, most = torch.cuda.memory_allocated(), total - free, list[int]()
+        for version in (1, 2):
+            policy.train()
+            with most_used(most):
+                published = publish(policy, engine, version)
+            assert published.num_bytes == whole
+            grown = {
+                "the sender's tensors": torch.cuda.max_memory_allocated() - allocated,
+                "the GPU": max(most) - used,
+                **{f"main memory of the {name}": peak(pid) - before[name] for name, pid in pids.items()},
+            }
+            shown = {name: f"{each / MIB:.0f} MiB" for name, each in grown.items()}
+            assert all(each <= limit + SLACK for each in grown.values()), shown

@@ -152,7 +152,8 @@ def test_a_run_with_graphs_learns():
     assert learner.engine.graphs.num_kept == 2  # one with gradients, one without
 
 
-def test_after_a_recording_that_fails_the_stream_is_the_one_before():
+def test_after_a_recording_that_fails_torch_works_as_before():
+    """The stream, random numbers, the allocator, and further recordings."""
     learner = actor(dtype=torch.bfloat16)
     engine, stream = learner.engine, torch.cuda.current_stream()
     assert engine.graphs is not None
@@ -168,12 +169,23 @@ def test_after_a_recording_that_fails_the_stream_is_the_one_before():
     computed = engine.compute(data)["logprobs"]
     assert engine.graphs.num_kept == 0
     assert torch.cuda.current_stream() == stream
+    assert torch.rand(8, device=CUDA).unique().numel() > 1, "random numbers can be drawn"
+    held = torch.empty(256 << 20, dtype=torch.uint8, device=CUDA)
+    reserved = torch.cuda.memory_reserved()
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - (256 << 20), "torch returns memory to the device"
     torch.testing.assert_close(computed, actor(device="cpu").engine.compute(data)["logprobs"], atol=0.1, rtol=0.1)
     assert learner.update(data.with_columns(tensors={"old_logprobs": computed}))["skipped_steps"] == 0
+    other = actor(dtype=torch.bfloat16).engine
+    torch.testing.assert_close(other.compute(data)["logprobs"], computed, atol=0.1, rtol=0.1)
+    assert other.graphs is not None
+    assert other.graphs.num_kept == 1
 
 
 def test_graphs_of_many_shapes_share_their_memory():
     engine = actor(dtype=torch.bfloat16).engine
+    assert engine.graphs is not None
     torch.cuda.synchronize()
 
     def likelihood(outputs, data):
@@ -186,8 +198,17 @@ def test_graphs_of_many_shapes_share_their_memory():
 
     step(40)
     largest = torch.cuda.memory_reserved()
+    recorder = engine.graphs._recorder
+    held = recorder.num_bytes
+    assert 2**20 < held < largest, "what the graphs hold is known"
     for num_groups in (30, 20, 10, 5):
         step(num_groups)
-    assert engine.graphs is not None
     assert engine.graphs.num_kept == 5
     assert torch.cuda.memory_reserved() < 1.5 * largest
+    assert held <= recorder.num_bytes < 2 * held
+    reserved = torch.cuda.memory_reserved()
+    engine.graphs.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert recorder.num_bytes == 0
+    assert torch.cuda.memory_reserved() < reserved, "memory returns with the last graph"

@@ -54,7 +54,9 @@ def test_the_first_advised_setting_fits_where_the_run_did_not(tmp_path):
     free = train(tmp_path, "free")
     assert free.returncode == 0, free.stderr[-3000:]
     most = peak_bytes(tmp_path / "free")
-    fraction = 0.75 * most / torch.cuda.get_device_properties(0).total_memory
+    # The limit is one of what torch reserves, which is more than what it allocates, because memory is fragmented and
+    # the engine and the learner keep workspaces. With 0.75, half of the activations did not fit on an H200.
+    fraction = 0.9 * most / torch.cuda.get_device_properties(0).total_memory
     full = train(tmp_path, "full", fraction=fraction)
     assert full.returncode == 2, full.stdout[-3000:] + full.stderr[-3000:]
     assert "Traceback" not in full.stderr
@@ -63,7 +65,10 @@ def test_the_first_advised_setting_fits_where_the_run_did_not(tmp_path):
     found = re.match(r"  - (learner\.\S+=\S+) .*saves about (\S+ \S+) by estimate", advice)
     assert found is not None, advice
     setting, saved = found.groups()
-    assert setting == "learner.max_tokens_per_microbatch=32768"
+    name, value = setting.split("=")
+    assert name == "learner.max_tokens_per_microbatch"
+    # Packs are evened out, so two packs have fewer tokens than the setting allows, and half of them is advised.
+    assert 16384 < int(value) <= 32768, "half of the passes, which are still too large for CUDA graphs"
     fits = train(tmp_path, "fits", setting, fraction=fraction)
     assert fits.returncode == 0, fits.stderr[-3000:]
     measured = most - peak_bytes(tmp_path / "fits")

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
+from headwater.learner import packed_module
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights
@@ -29,15 +30,24 @@ from headwater.models.packed_attention import AttentionTables, BucketedAttention
 CUDA = torch.device("cuda")
 
 
-def actor(*, device: str = "cuda", dtype: torch.dtype = torch.float32, lora_rank: int = 0, **training) -> Actor:
+def actor(
+    *,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.float32,
+    lora_rank: int = 0,
+    kind: str = "qwen3",
+    old_logprobs: str = "rollout",
+    **training,
+) -> Actor:
     stored = "bfloat16" if lora_rank and dtype == torch.bfloat16 else "float32"
-    model = load_model("tiny:qwen3", dtype=stored, device=device, seed=0)
+    model = load_model(f"tiny:{kind}", dtype=stored, device=device, seed=0)
     module = PolicyModule(model, 1.0)
     if lora_rank:
         torch.manual_seed(0)
         add_adapters(model, LoraConfig(rank=lora_rank))
     config = LearnerConfig(learning_rate=1e-3, skip_zero_advantages=False, **training)
-    return Actor(TrainEngine(module, config, compute_dtype=dtype), ppo, AlgorithmConfig(), loss_width=8)
+    algorithm = AlgorithmConfig(old_logprobs=old_logprobs)
+    return Actor(TrainEngine(module, config, compute_dtype=dtype), ppo, algorithm, loss_width=8)
 
 
 def weights(learner: Actor) -> torch.Tensor:
@@ -120,6 +130,44 @@ def test_the_bfloat16_gradient_points_where_the_float32_one_does(share_prompts, 
     coarse = gradient(actor(dtype=torch.bfloat16, share_prompts=share_prompts, **settings), data)
     assert torch.nn.functional.cosine_similarity(coarse, exact, dim=0) > 0.995
     assert coarse.norm() == pytest.approx(exact.norm(), rel=0.03)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_joined_projections_and_kept_logits_have_the_gradient_of_the_plain_ways(kind):
+    data = batch(num_groups=8)
+    advantages = torch.randn(len(data), 1, generator=torch.Generator().manual_seed(0)) * data.batch["response_mask"]
+    data = data.with_columns(tensors={"advantages": advantages})
+    plain = {"join_projections": False, "kept_logits_gib": 0.0, "keep_logits_if_free": False, "cuda_graphs": "off"}
+    exact = gradient(actor(device="cpu", kind=kind), data)
+    found = {}
+    for name, changed in (
+        ("plain", {}),
+        ("joined", {"join_projections": True}),
+        ("kept", {"keep_logits_if_free": True}),
+    ):
+        found[name] = gradient(actor(dtype=torch.bfloat16, kind=kind, **{**plain, **changed}), data)
+        assert torch.nn.functional.cosine_similarity(found[name], exact, dim=0) > 0.995, name
+        assert found[name].norm() == pytest.approx(exact.norm(), rel=0.03), name
+    for name in ("joined", "kept"):
+        assert torch.nn.functional.cosine_similarity(found[name], found["plain"], dim=0) > 0.998, name
+
+
+def test_the_logit_kernels_compute_what_the_compiled_functions_do(monkeypatch):
+    generator = torch.Generator(CUDA).manual_seed(0)
+    hidden = torch.randn(300, 64, generator=generator, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(151936, 64, generator=generator, device=CUDA, dtype=torch.bfloat16) * 0.3
+    targets = torch.randint(0, 151936, (300,), generator=generator, device=CUDA)
+    monkeypatch.setitem(packed_module._CHUNK_ELEMENTS, "cuda", 151936 * 128)
+    results = []
+    for uses_kernels in (True, False):
+        monkeypatch.setattr(packed_module, "USES_LOGIT_KERNELS", uses_kernels)
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        made = packed_module.token_logprobs(*leaves, None, targets, 0.8)
+        (made.logprobs.sum() + 0.1 * made.entropy.sum()).backward()
+        results.append([*(each.detach() for each in made), *(each.grad for each in leaves)])
+    for place, (ours, plain) in enumerate(zip(*results, strict=True)):
+        tolerance = 1e-4 if place < 3 else 0.02
+        torch.testing.assert_close(ours, plain, atol=tolerance * float(plain.abs().max()), rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.engine_parts import LIMIT_S, Stepped, assert_nothing_is_held, bits
+from engine.engine_parts import LIMIT_S, assert_nothing_is_held, bits, stepping
 from engine.vision_parts import (
     NAMES,
     asking,
@@ -91,9 +91,8 @@ def test_the_tower_runs_once_per_picture_and_again_for_new_weights(name, monkeyp
     asked = [asking(name, [ONE, WIDE], key, max_new_tokens=64) for key in range(8)]
     changed, other = (dict(reference(name, seed, "cuda").named_parameters()) for seed in (0, 1))
     changed |= {key: other[key] for key in vision_parameter_names(reference(name))}
-    with cuda(name, decode_steps=4) as engine:
+    with cuda(name, decode_steps=4) as engine, stepping(engine) as slow:
         monkeypatch.setattr(MediaEncoder, "_computed", counted)
-        slow = Stepped(engine)
         answers = [slow.submit(each) for each in asked]
         slow.await_media(len(asked))
         while not engine.metrics().num_tokens_generated:
@@ -107,7 +106,6 @@ def test_the_tower_runs_once_per_picture_and_again_for_new_weights(name, monkeyp
         assert len(calls) == 6
         assert engine.weights_checksum()
         assert_nothing_is_held(engine)
-        slow.close()
     monkeypatch.undo()
     for request, response in zip(asked, responses, strict=True):
         for version, seed in ((0, 0), (2, 1)):
@@ -185,3 +183,25 @@ def test_bfloat16_logprobs_are_near_a_full_forward_pass():
             for ours, theirs in zip(response.output_logprobs, full_pass(name, each, response), strict=True)
         ]
         assert sum(gaps) / len(gaps) < 0.1, name
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_host_does_not_wait_while_prompts_are_computed(name, monkeypatch):
+    """Otherwise the device is idle while the pictures of the next batch are prepared."""
+    requests = [[asking(name, [picture(10 * turn + each)], each) for each in range(6)] for turn in range(3)]
+    with cuda(name, "bfloat16", max_prefill_tokens=50) as engine:
+        for warm_up in requests[:2]:
+            engine.generate(warm_up)  # compiles and captures, which waits
+        prefill, batches = engine._runner.prefill, []
+
+        def refusing(batch, *others):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return prefill(batch, *others)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                batches.append(len(batch.input_ids))
+
+        monkeypatch.setattr(engine._runner, "prefill", refusing)
+        assert len(engine.generate(requests[2])) == len(requests[2])
+        assert len(batches) > 1

@@ -150,12 +150,17 @@ def test_memory_is_released_and_comes_back(engine: VllmEngine) -> None:
     assert engine.capabilities.memory_tags == ("kv_cache", "weights")
     (before,) = asyncio.run(ask(engine, 1, 32))
     for tags in (("kv_cache", "weights"), ("kv_cache",)):
-        free, _ = torch.cuda.mem_get_info()
-        engine.sleep(tags)
-        asleep, _ = torch.cuda.mem_get_info()
-        assert asleep - free > 2**30
-        assert engine.status().is_asleep
-        engine.wake(tags)
+        released = 0
+        for _ in range(5):  # other processes of the device may take memory at the same moment
+            free, _ = torch.cuda.mem_get_info()
+            engine.sleep(tags)
+            asleep, _ = torch.cuda.mem_get_info()
+            assert engine.status().is_asleep
+            engine.wake(tags)
+            released = max(released, asleep - free)
+            if released > 2**30:
+                break
+        assert released > 2**30
         (after,) = asyncio.run(ask(engine, 1, 32))
         assert float(error(version, after).mean()) < NOISE
     assert float(error(version, before).mean()) < NOISE

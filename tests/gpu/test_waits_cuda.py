@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from learner.test_engine import experience
-from test_training_cuda import actor
+from test_training_cuda import actor, weights
 
+from headwater.core.learner import MEASURES_ITSELF
 from headwater.learner.actor import Actor
 from headwater.models.upload import upload
 
@@ -45,6 +46,28 @@ def test_no_pass_waits(dtype, share_prompts, monkeypatch):
     learner.update(data)
     assert len(sizes) > 3
     learner.engine.compute(data)
+
+
+@pytest.mark.parametrize("cuda_graphs", ["auto", "off"])
+def test_an_update_that_measures_itself_waits_for_no_log_probs(cuda_graphs, monkeypatch):
+    """Those of the second mini-batch stay on the device; the update is the one from log-probs that a pass computed."""
+    both = [
+        actor(num_minibatches=2, max_tokens_per_microbatch=24, cuda_graphs=cuda_graphs, old_logprobs="recompute")
+        for _ in range(2)
+    ]
+    data = experience(1, rows=16)
+    alone = data.select(sorted(set(data.batch.keys()) - {"old_logprobs"}))
+    alone = alone.with_columns(meta_info={MEASURES_ITSELF: True})
+    for learner in both:  # compiles, records and allocates, which may wait
+        learner.engine.compute(data)
+        learner.update(alone)
+    old = both[0].engine.compute(alone)["logprobs"]
+    expected = both[0].update(alone.with_columns(tensors={"old_logprobs": old}))
+    sizes = refuse_waits(both[1], monkeypatch)
+    stats = both[1].update(alone)
+    assert len(sizes) > 3
+    assert stats["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    torch.testing.assert_close(weights(both[1]), weights(both[0]), atol=1e-4, rtol=1e-3)
 
 
 def test_what_was_uploaded_arrives_as_it_was():

@@ -167,6 +167,26 @@ def train_here(*arguments: object) -> None:
     assert result.code == 0, result.stderr
 
 
+ON_TWO_RANKS = """
+import sys
+from integration.two_ranks import fork_ranks
+from headwater.cli.main import main
+fork_ranks(lambda: main(sys.argv[1:]))
+"""
+"""The command as torchrun starts it, without the processor time of torchrun and of two more imports of torch."""
+
+
+def environment_of_ranks() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
+
+
+def train_on_two(run: Path, *arguments: object, limit_s: float = PROCESS_LIMIT_S) -> None:
+    """Train on two ranks. ``run`` is the directory of the run."""
+    environment = environment_of_ranks()
+    done = forked.run("-c", ON_TWO_RANKS, "train", *arguments, cwd=ROOT, env=environment, timeout=limit_s)
+    assert json.loads((run / "status.json").read_text())["state"] == "finished", done.stderr[-3000:]
+
+
 def warm_quickstart(factory: pytest.TempPathFactory) -> Path:
     """A model after the supervised start of the quickstart, trained once for all test processes.
 

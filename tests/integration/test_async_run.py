@@ -64,7 +64,9 @@ def mixed_responses(run: Path) -> list[dict]:
     return [row for row in rows if len(set(row["versions"]) - {-1}) > 1]
 
 
-@pytest.mark.parametrize("mode", ["interrupt", "in_flight", "drain"])
+@pytest.mark.parametrize(
+    "mode", ["interrupt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("in_flight", "drain"))]
+)
 def test_a_run_that_generates_ahead_stays_within_its_bound(mode, tmp_path):
     for number in range(5):
         run = run_here(tmp_path, f"{mode}-{number}", f"engine.update_mode={mode}")
@@ -128,7 +130,9 @@ def steps_done(run: Path) -> int:
     return len(metrics(run, "train")) if (run / "metrics.jsonl").exists() else 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_middle_loses_and_repeats_nothing(tmp_path):
+    """As does a test of ``test_replay.py``, which is faster."""
     run = tmp_path / "stopped"
     with after_step(3, lambda: send(signal.SIGINT)), contextlib.chdir(ROOT):
         code = main(["train", *ASYNC, f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=5"])
@@ -139,7 +143,9 @@ def test_ctrl_c_in_the_middle_loses_and_repeats_nothing(tmp_path):
     assert lags(run) <= {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_from_its_checkpoint_and_leaves_no_process(tmp_path):
+    """Faster are a test of ``test_kill.py`` and, about the process, one of ``test_serve.py``."""
     run = tmp_path / "killed"
     arguments = [
         "rollout.placement=disaggregated", "rollout.max_new_tokens=16", "trainer.checkpoint_every_steps=2",
@@ -164,7 +170,7 @@ def test_a_killed_run_continues_from_its_checkpoint_and_leaves_no_process(tmp_pa
 
 
 SYNC = [
-    "quickstart", *CUT_DOWN, *NO_EVAL, "trainer.total_steps=2", "rollout.max_new_tokens=12",
+    "quickstart", *CUT_DOWN, *NO_EVAL, "trainer.total_steps=2", "rollout.max_new_tokens=8",
     "engine.deterministic=true", "learner.learning_rate=1e-3",
 ]  # fmt: skip
 
@@ -192,10 +198,15 @@ def plain_loop() -> list[str]:
             rollout.close()
 
 
-def test_at_staleness_zero_the_weights_of_every_step_are_those_of_a_plain_loop(tmp_path, monkeypatch):
+def test_at_staleness_zero_the_weights_of_every_step_are_those_of_a_plain_loop(tmp_path):
     expected = plain_loop()
     assert len(set(expected)) == 2
     assert checksums(run_here(tmp_path, "continuous", base=SYNC)) == expected
+
+
+@pytest.mark.slow
+def test_at_staleness_zero_neither_waves_nor_few_groups_at_a_time_change_the_weights(tmp_path, monkeypatch):
+    expected = plain_loop()
     few = run_here(tmp_path, "few_at_a_time", "rollout.max_concurrent_groups=3", base=SYNC)
     assert checksums(few) == expected
     original = rollout_setup.make_admission
@@ -243,4 +254,7 @@ def test_decoupled_ppo_is_ppo_where_nothing_is_old(tmp_path):
         assert first["actor/loss"] == pytest.approx(second["actor/loss"], rel=1e-4, abs=1e-6)
         assert first["actor/grad_norm"] == pytest.approx(second["actor/grad_norm"], rel=1e-3)
     mine, theirs = weights(one, 2), weights(other, 2)
-    assert all((mine[name] - theirs[name]).abs().max() < 1e-4 for name in mine)
+    for name in mine:
+        # AdamW makes a step of a gradient that is nothing but rounding, so a few values may differ by more.
+        differ = (mine[name] - theirs[name]).abs() > 1e-5
+        assert differ.float().mean() < 1e-3, name

@@ -6,12 +6,12 @@ import forked
 import pytest
 import torch
 from integration import context_ranks
+from integration.command import environment_of_ranks
 from integration.test_torchrun import (
     COARSE,
     LIMIT_S,
     assert_same,
     assert_same_weights,
-    environment,
     without_ranks,
 )
 from integration.two_ranks import CASES, RESUMED, build, resume, save_models, spec_of, take_steps
@@ -25,7 +25,7 @@ NUMBERS = ("loss", "grad_norm", "entropy", "approx_kl", "ratio_p50", "optimizer_
 
 
 def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) -> None:
-    save_models(folder)
+    save_models(folder, names)
     save_model(
         AutoModelForCausalLM.from_config(build_config(THREE_HEADS)),
         load_tokenizer("tiny:qwen3"),
@@ -35,7 +35,7 @@ def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) ->
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "alone" / name) for name in names
     }
     script = (context_ranks.__file__, folder, num_ranks, num_context, *names)
-    done = forked.run(*script, env=environment(), timeout=LIMIT_S)
+    done = forked.run(*script, env=environment_of_ranks(), timeout=LIMIT_S)
     assert (folder / "results.pt").exists(), done.stderr[-3000:]
     together = torch.load(folder / "results.pt", weights_only=False)
     for name in names:
@@ -45,7 +45,8 @@ def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) ->
         assert sum(held) == together["held"][name][0]["all"], "every parameter is held once"
         assert max(held) < 1.2 * sum(held) / num_ranks, name
         compare_tokens(together["tokens"][name], num_context, name)
-    for name in (name for name in RESUMED if name in names):
+    assert set(together["resumed"]) == (set(RESUMED) & set(names) if num_ranks > 2 else set())
+    for name in together["resumed"]:
         restored, weights = together["resumed"][name]
         assert restored == alone[name]["saved"], f"{name}, from one rank"
         assert_same_weights(weights, alone[name]["weights"], f"{name}, from one rank")

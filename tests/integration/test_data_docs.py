@@ -50,7 +50,7 @@ def shortened(arguments):
     ("page", "names"),
     [
         (TEXT, {"sums", "mixed", "generated", "doubling", "rewarded"}),
-        (REWARDS, {"function", "turns", "mixture", "batched"}),
+        pytest.param(REWARDS, {"function", "turns", "mixture", "batched"}, marks=pytest.mark.slow),
     ],
     ids=["data", "rewards"],
 )

@@ -38,7 +38,7 @@ def assert_nothing_is_left() -> None:
 def test_agents_that_fail_are_dropped_and_counted(tmp_path):
     train_here(
         *SETTINGS, f"{AGENT}:unreliable", f"run.root={tmp_path}", "run.name=failing", "trainer.total_steps=3",
-        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=15",
+        "rollout.on_failure=drop", "rollout.workflow_args.timeout_s=8",
     )  # fmt: skip
     run = tmp_path / "failing"
     last = RunDirectory.open(run).read_ledger()[-1]["counts"]
@@ -51,7 +51,7 @@ def test_agents_that_fail_are_dropped_and_counted(tmp_path):
     assert_nothing_is_left()
 
 
-def test_a_run_with_agents_is_replayed_bit_by_bit(tmp_path):
+def test_a_run_with_agents_is_replayed_bit_by_bit_and_evaluated(tmp_path):
     train_here(
         *SETTINGS, f"{AGENT}:two_turns", f"run.root={tmp_path}", "run.name=recorded", "engine.deterministic=true"
     )
@@ -61,9 +61,14 @@ def test_a_run_with_agents_is_replayed_bit_by_bit(tmp_path):
     result = headwater("replay", tmp_path / "recorded")
     assert result.code == 0, result.stderr
     assert "equal the recorded ones, bit for bit" in result.stdout
+    evaluated = headwater("eval", tmp_path / "recorded", "eval.num_prompts=4", "--show", "4")
+    assert evaluated.code == 0, evaluated.stderr
+    assert evaluated.stdout.count("    [user]\n    Sure?\n    [assistant]\n") == 4
+    assert_nothing_is_left()
 
 
-def test_a_run_with_agents_is_resumed_and_evaluated(tmp_path):
+@pytest.mark.slow
+def test_a_run_with_agents_is_resumed(tmp_path):
     recipe = [
         *SETTINGS, f"{AGENT}:two_turns", f"run.root={tmp_path}", "engine.deterministic=true", "rollout.max_staleness=0",
     ]  # fmt: skip
@@ -74,9 +79,6 @@ def test_a_run_with_agents_is_resumed_and_evaluated(tmp_path):
     rows = pq.read_table(tmp_path / "resumed" / "rollouts" / "step_000002.parquet").to_pylist()
     assert {(row["num_turns"], row["ended_by"]) for row in rows} == {(2, "agent")}
     assert {each["episode/ended_by/agent"] for each in metrics(tmp_path / "resumed", "train")} == {1.0}
-    evaluated = headwater("eval", tmp_path / "resumed", "eval.num_prompts=4", "--show", "4")
-    assert evaluated.code == 0, evaluated.stderr
-    assert evaluated.stdout.count("    [user]\n    Sure?\n    [assistant]\n") == 4
     assert_nothing_is_left()
 
 
@@ -98,6 +100,7 @@ def sdk_python() -> str:
     return str(python)
 
 
+@pytest.mark.slow
 def test_agents_of_the_agents_sdk_are_rollouts_through_both_apis(tmp_path):
     train_here(
         *SETTINGS, "rollout.workflow_args.agent=tests/integration/sdk_agent.py:solve", f"run.root={tmp_path}",

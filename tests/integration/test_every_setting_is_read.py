@@ -1,10 +1,17 @@
-"""No silent no-ops: every setting is read by the run that claims it, or is refused where it would be ignored."""
+"""No silent no-ops. The tests walk over every leaf of the schema:
+
+- Two runs read it, a plain one and one with a critic, tools, adapters and more; or tests of servers, ranks, clusters
+  and the sandbox read it with another value than the default (``READ_ELSEWHERE``).
+- If the plain run would ignore it, such a value is refused there, or the run says at its start that it has no effect.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import subprocess
 import sys
 import types
 import zlib
@@ -13,7 +20,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import pytest
 import yaml
+from integration.command import PROCESS_LIMIT_S, ROOT
 
 import headwater
 from headwater import train
@@ -98,6 +107,7 @@ READ_ELSEWHERE = {
     f"{UNIT}/models/test_fused_layers.py": ("learner.fused_layers",),
     f"{UNIT}/learner/test_loss_scale.py": ("learner.loss_scale", "learner.loss_scale_growth_steps"),
     f"{UNIT}/learner/test_working_copies.py": ("learner.convert_at_once",),
+    f"{UNIT}/learner/test_joined_training.py": ("learner.join_projections",),
     f"{UNIT}/trainer/test_step_metrics.py": ("trainer.profile.ranks", "trainer.profile.memory"),
     f"{UNIT}/cluster/test_group.py": ("learner.rank_timeout_s",),
     f"{UNIT}/cluster/test_ray_actor.py": ("cluster.wait_for_nodes_s", "cluster.object_store_mib"),
@@ -109,7 +119,12 @@ READ_ELSEWHERE = {
     ),
 }  # fmt: skip
 """What the runs below do not read, because it needs servers, several ranks, a cluster, a GPU, a sandbox or a reward
-model: the test that fails if the setting is ignored. Normalisations are passed on as a whole."""
+model: the tests that fail if the setting is ignored."""
+NOT_SEEN = {
+    "rollout.weight_transfer",  # backends ask ``chosen_transfer`` in the config folder, which the checks use too
+    *(key for key in settings(Config) if re.match(r"algorithm\.normalize_\w+\.", key)),  # passed on as a whole
+}
+"""Settings whose reads are not recorded. The tests above compare results."""
 
 SANDBOX = {
     "isolation": "namespaces", "memory_mib": 300, "cpu_s": 5.0, "timeout_s": 5.0, "max_processes": 8,
@@ -119,21 +134,23 @@ SANDBOX = {
 
 
 @contextmanager
-def recorded(found: set[str]) -> Iterator[None]:
-    """Add the keys of all settings that code outside the checks reads."""
-    keys: dict[tuple[type, str], list[str]] = {}
+def recorded(found: set[str], *, only_changed: bool = False) -> Iterator[None]:
+    """Add the keys of all settings that code outside the checks reads; or only if they differ from the default."""
+    keys: dict[tuple[type, str], dict[str, Any]] = {}
     for key, setting in settings(Config).items():
-        keys.setdefault((setting.owner, setting.field.name), []).append(key)
+        keys.setdefault((setting.owner, setting.field.name), {})[key] = _plain(setting.default())
     owners = {owner for owner, _ in keys}
 
     def read(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
         if (type(self), name) in keys:
             path = Path(sys._getframe(1).f_code.co_filename)
             # Copying a record and comparing two are not uses: dataclasses.replace, and methods without a file.
             is_ours = path.is_relative_to(PACKAGE) and path.parent != PACKAGE / "config"
             if is_ours or (path.parent == PACKAGE / "config" and path.name in READERS):
-                found.update(keys[type(self), name])
-        return object.__getattribute__(self, name)
+                defaults = keys[type(self), name]
+                found.update(key for key in defaults if not only_changed or _plain(value) != defaults[key])
+        return value
 
     for owner in owners:
         owner.__getattribute__ = read
@@ -279,9 +296,38 @@ def test_every_setting_is_read_or_refused(tmp_path):
 
 def test_what_is_read_elsewhere_is_set_there():
     for file, keys in READ_ELSEWHERE.items():
-        found = changed_in(ast.parse((Path(__file__).parents[2] / file).read_text(encoding="utf-8")))
+        found = changed_in(ast.parse((ROOT / file).read_text(encoding="utf-8")))
         missing = [key for key in keys if key not in found]
         assert not missing, f"{file} does not set {missing} to anything but the default"
+
+
+READ_BY_TESTS = """
+import json, sys, pytest
+from integration.test_every_setting_is_read import recorded
+
+found = set()
+with recorded(found, only_changed=True):
+    code = pytest.main([*sys.argv[2:], "--numprocesses=0", "-p", "no:cacheprovider"])
+with open(sys.argv[1], "w") as file:
+    json.dump(sorted(found), file)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_what_is_read_elsewhere_is_read_with_another_value(tmp_path):
+    places = [f"{ROOT}/{name}" for name in ("src", "tests", "tests/integration", "tests/unit")]
+    ours = ("PYTEST_XDIST_WORKER", "HEADWATER_TEST_SESSION")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    done = subprocess.run(
+        [sys.executable, "-c", READ_BY_TESTS, tmp_path / "found.json", *READ_ELSEWHERE],
+        cwd=ROOT, env={**environment, "PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    keys = {key for each in READ_ELSEWHERE.values() for key in each}
+    unread = keys - NOT_SEEN - set(json.loads((tmp_path / "found.json").read_text()))
+    assert not unread, f"the tests pass, and nothing has read a changed {sorted(unread)}"
 
 
 def test_a_setting_is_found_where_it_is_changed():

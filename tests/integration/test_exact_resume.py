@@ -35,18 +35,24 @@ def trained(run, step: int, part: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "shard_00000_of_00001.safetensors")
 
 
-@pytest.mark.parametrize(("recipe", "parts"), [(PPO, ("", "critic")), (LORA, ("",))], ids=["ppo", "lora"])
-def test_two_steps_and_two_more_are_four(recipe, parts, tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "parts"),
+    [
+        pytest.param(PPO, ("", "critic"), id="ppo"),
+        pytest.param(LORA, ("",), id="lora", marks=pytest.mark.slow),
+    ],
+)
+def test_two_steps_and_another_are_three(recipe, parts, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     recipe = slowly_warmed_up(recipe, tmp_path)
-    train_here(*recipe, f"run.root={tmp_path}", "run.name=straight", "trainer.total_steps=4")
+    train_here(*recipe, f"run.root={tmp_path}", "run.name=straight", "trainer.total_steps=3")
     train_here(*recipe, f"run.root={tmp_path}", "run.name=resumed", "trainer.total_steps=2")
     halfway = weights(resumed, 2)
-    train_here("--resume", resumed, "trainer.total_steps=4")
-    assert not same_weights(halfway, weights(resumed, 4))
-    assert same_weights(weights(resumed, 4), weights(straight, 4))
+    train_here("--resume", resumed, "trainer.total_steps=3")
+    assert not same_weights(halfway, weights(resumed, 3))
+    assert same_weights(weights(resumed, 3), weights(straight, 3))
     for part in parts:
-        one, other = (trained(run, 4, part) for run in (straight, resumed))
+        one, other = (trained(run, 3, part) for run in (straight, resumed))
         assert one
         assert same_weights(one, other)
     timed = ("time", "throughput", "memory", "engine", "mfu")
@@ -54,8 +60,8 @@ def test_two_steps_and_two_more_are_four(recipe, parts, tmp_path):
         assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
             k: v for k, v in other.items() if not k.startswith(timed)
         }
-    for part in parts:
-        assert_changed_weights_are_refused(resumed, 4, part)
+    for part in parts[-1:]:  # of a policy: test_damaged_checkpoint.py
+        assert_changed_weights_are_refused(resumed, 3, part)
 
 
 def assert_changed_weights_are_refused(run: Path, step: int, part: str) -> None:

@@ -43,7 +43,13 @@ def test_every_example_is_listed_and_short():
     assert all(lines < 50 for lines in found.values())
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+SLOW = {"openai_agent.py"}
+"""It starts a process for every agent, as do the agents of test_endpoint_training.py."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in EXAMPLES]
+)
 def test_an_example_trains(name, tmp_path):
     no_evaluation = ("eval.before=false", "eval.after=false")
     train_here(*SMALL, f"run.root={tmp_path}", "run.name=example", *no_evaluation, *EXAMPLES[name])

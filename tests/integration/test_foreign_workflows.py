@@ -137,6 +137,7 @@ def test_tokens_that_were_not_sampled_are_a_counted_failure_and_never_trained(tm
     assert counts["dispatched"] == sum(count for name, count in counts.items() if name != "dispatched")
 
 
+@pytest.mark.slow
 def test_a_run_with_classes_stops_and_a_filter_is_replayed_bit_for_bit(tmp_path):
     settings = [
         "trainer.total_steps=3", "rollout.max_staleness=2", "rollout.max_new_tokens=32",

@@ -17,16 +17,16 @@ def assert_the_report_agrees(run: Path) -> None:
 
 
 def test_reward_rises(tmp_path):
-    """In a fifth of its steps, after two thirds of its supervised start, and in this process."""
+    """In an eighth of its steps, after two thirds of its supervised start, and in this process."""
     train_here(
-        "quickstart", f"run.root={tmp_path}", "warm_start.num_steps=40", "trainer.total_steps=15",
-        "data.num_train_rows=1024", "eval.every_steps=0", "eval.num_prompts=128",
+        "quickstart", f"run.root={tmp_path}", "warm_start.num_steps=40", "trainer.total_steps=10",
+        "data.num_train_rows=1024", "eval.every_steps=0", "eval.num_prompts=64",
     )  # fmt: skip
     first, last = metrics(tmp_path / "quickstart", "eval")
-    assert (first["step"], last["step"]) == (0, 15)
+    assert (first["step"], last["step"]) == (0, 10)
     assert first["reward/mean"] < 0.3
-    # The quickstart reaches 0.63 in 10 steps and 0.79 in 20. Other processors round differently.
-    assert last["reward/mean"] > 0.5
+    # It reaches 0.67 here. Other processors round differently.
+    assert last["reward/mean"] > 0.45
     assert_the_report_agrees(tmp_path / "quickstart")
 
 

@@ -157,6 +157,15 @@ def test_a_trainer_only_evaluates(tmp_path):
     assert not trainer.config.eval.only, "evaluate() changes no setting of train()"
 
 
+def test_evaluation_needs_no_training_data(tmp_path):
+    """Also if the reward reads a column that the default task does not have."""
+    rows = [{**row, "wanted": "7"} for row in ROWS[:2]]
+    trainer = Trainer(eval_data=rows, reward=lambda solution_str, wanted: float(wanted == "7"), **small(tmp_path))
+    assert trainer.evaluate().evaluations[0]["reward/mean"] == 1.0
+    with pytest.raises(ConfigError, match="data: is missing"):
+        trainer.train()
+
+
 def test_stop_from_another_thread(tmp_path):
     trainer = Trainer(
         data=ROWS,
@@ -237,18 +246,21 @@ def test_a_script_with_a_guard_has_rewards_in_workers_and_resumes_from_the_comma
 @pytest.mark.slow
 def test_the_scripts_of_the_documentation_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/python-api.md", "examples/train_from_python.py")]
-    blocks = [block for page in pages[:2] for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)]
-    scripts = [block for block in blocks if "from headwater import" in block] + [pages[2]]
-    assert len(scripts) == 5
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/python-api.md", "docs/coming-from-trl.md")]
+    blocks = [block for page in pages for block in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)]
+    scripts = [block for block in blocks if "from headwater import" in block]
+    scripts.append((ROOT / "examples/train_from_python.py").read_text())
+    assert len(scripts) == 7
     for script in scripts:
         exec(compile(script, "script", "exec"), {"__name__": "__main__"})
-    assert len(list((tmp_path / "runs").iterdir())) == 4
+    assert len(list((tmp_path / "runs").iterdir())) == 6
 
 
 def test_the_config_is_checked_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         train(data=str(tmp_path / "missing.jsonl"), reward=lambda solution_str: 0.0, **small(tmp_path))
+    with pytest.raises(ConfigError, match="data: is missing; give a list of dicts"):
+        train(reward=lambda solution_str: 0.0, **small(tmp_path))
     with pytest.raises(ConfigError, match="is not a Callback object"):
         Trainer("quickstart", callbacks=[Recorded])
     assert not any(tmp_path.iterdir())

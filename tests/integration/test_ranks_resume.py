@@ -33,12 +33,15 @@ KINDS = {
     "timing": [*SETTINGS, *ASYNC],
 }
 """``timing`` depends on the order in which groups end: there, no prompt may be lost or trained twice."""
+REFUSED_S = 60.0
+"""How long a rank may continue after the other one has ended with an error. Rank 1 would wait half an hour for a rank 0
+that has refused its settings, because the launcher, which would end it, is not part of this test."""
 VICTIMS = ("rank 0", "rank 1", "both")
-"""Both are killed at any moment, as with their machine. One alone is killed in a step: before that, the launcher, which
-is not part of this test, ends the others."""
+"""Both are killed at any moment, as with their machine. One alone is killed in a step: before that, the launcher ends
+the others."""
 
 FORKING = """
-import os, signal, sys, threading
+import math, os, signal, sys, threading, time
 from ports import free_port
 from headwater.cli.main import main
 from headwater.trainer.recorder import Recorder
@@ -75,6 +78,20 @@ def rank_of(number, port, arguments, prepare):
         os._exit(code)
     return pid
 
+def codes_of(pids):
+    codes, deadline = {}, math.inf
+    while len(codes) < len(pids):
+        time.sleep(0.01)
+        for pid in pids - codes.keys():
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if codes[pid] > 0:
+                    deadline = min(deadline, time.monotonic() + float(os.environ["REFUSED_S"]))
+    return codes
+
 for line in sys.stdin:
     place, delay_s, victim, *arguments = line.rstrip("\\n").split("\\t")
     port = free_port()
@@ -85,19 +102,20 @@ for line in sys.stdin:
         if victim != "rank 1":
             os.kill(os.getpid(), signal.SIGKILL)
     first = rank_of(0, port, arguments, lambda: doomed(int(place), float(delay_s), kill) if float(delay_s) else None)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (first, other)]
-    print(*codes, flush=True)
+    codes = codes_of({first, other})
+    print(codes[first], codes[other], flush=True)
 """
 
 
 class Ranks:
     """Runs the command on two ranks again and again."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, refused_s: float = REFUSED_S) -> None:
         self.log = log
         environment = {
             **os.environ,
             "LOG": str(log),
+            "REFUSED_S": str(refused_s),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests/unit",
         }
@@ -155,7 +173,7 @@ def killed_and_resumed(ranks: Ranks, kind: str, root: Path, draw: random.Random)
         assert victim or codes == [0, 0], ranks.log.read_text()[-3000:]
         assert all(code in (0, 2, -signal.SIGKILL) for code in codes), ranks.log.read_text()[-3000:]
         if codes == [2, -signal.SIGKILL]:
-            assert "rank 1: its process has ended" in ranks.log.read_text()
+            assert "rank 1: its process has ended" in ranks.log.read_text(), ranks.log.read_text()[-3000:]
             assert is_balanced(run), "what was dispatched when the rank ended is counted"
         if codes != [0, 0]:
             killed.append(victim)
@@ -168,6 +186,16 @@ def killed_and_resumed(ranks: Ranks, kind: str, root: Path, draw: random.Random)
         number += 1
         if not victim:
             return killed
+
+
+@pytest.mark.slow
+def test_settings_that_rank_0_refuses_end_both_ranks(tmp_path):
+    ranks = Ranks(tmp_path / "log", refused_s=0.5)
+    try:
+        assert ranks("quickstart", f"run.root={tmp_path}", "learner.context_parallel=3") == [2, -signal.SIGKILL]
+    finally:
+        ranks.close()
+    assert "learner.context_parallel = 3: 2 ranks cannot form groups of 3" in " ".join(ranks.log.read_text().split())
 
 
 @pytest.mark.slow

@@ -102,10 +102,11 @@ def _parsed(body: bytes) -> Any:
         return body.decode()
 
 
-def start(*arguments: str, key: str = "") -> Server:
+def start(*arguments: str, key: str = "", stdin: int | None = None) -> Server:
     process = forked.popen(
         "-m", "headwater", "serve", "tiny:qwen3", "--port", 0, *arguments,
-        cwd=ROOT, env={**os.environ, "HEADWATER_API_KEY": key}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        cwd=ROOT, env={**os.environ, "HEADWATER_API_KEY": key}, stdin=stdin, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )  # fmt: skip
     server = Server(process, key=key)
     ready: queue.Queue[str | None] = queue.Queue()
@@ -184,7 +185,7 @@ def test_it_judges_responses(server, monkeypatch):
     }  # fmt: skip
 
     async def judge(manager: NaiveRewardManager) -> list[Any]:
-        answers = [Reply(tiny.prompt(uid=f"row{number}"), f"{number}+1") for number in range(4)]
+        answers = [Reply(tiny.prompt(uid=f"row{number}"), f"{number}+1") for number in range(2)]
         return await asyncio.gather(*(manager.score(each) for each in answers), return_exceptions=True)
 
     config = RewardConfig(function="llm_judge", function_args={**common, "score_key": "score", "extra_body": guided})
@@ -654,6 +655,18 @@ def test_the_hf_backend_serves_and_ctrl_c_stops_it():
     finally:
         server.stop()
     assert "Traceback" not in "".join(server.lines)
+
+
+def test_the_server_of_a_run_ends_when_nobody_holds_its_input():
+    """Which is what the operating system leaves of a run that was killed."""
+    server = start("--until-eof", stdin=subprocess.PIPE)
+    try:
+        assert server.call("/health").status == 200
+        assert server.process.poll() is None
+        server.process.stdin.close()
+        assert server.process.wait(timeout=300) == 0, "".join(server.lines)
+    finally:
+        server.stop()
 
 
 def test_bad_arguments_are_told():

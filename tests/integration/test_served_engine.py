@@ -184,7 +184,10 @@ def rest_under(undisturbed, seed: int, request: ModelRequest, response: ModelRes
     return bits(undisturbed([replace(request, given_tokens=response.output_tokens[:count])], seed))
 
 
-@pytest.mark.parametrize(("mode", "old", "new"), [("interrupt", 1, 2), ("in_flight", 2, 1), ("drain", 1, 2)])
+IN_FLIGHT = pytest.param("in_flight", 2, 1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("mode", "old", "new"), [("interrupt", 1, 2), IN_FLIGHT, ("drain", 1, 2)])
 def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
     """Up to the update the old weights speak, after it the new ones. ``old`` and ``new`` are their seeds."""
     use_transport(served, "shared_memory")
@@ -220,6 +223,7 @@ def test_an_update_while_it_generates(served, undisturbed, mode, old, new):
     assert bits(generate(served, later)) == bits(undisturbed(later, new)) != bits(undisturbed(later, old))
 
 
+@pytest.mark.slow
 def test_an_update_while_prompts_are_computed(served, undisturbed):
     """What was drawn stays; prompts that are half computed are computed anew; nothing is lost."""
     old, new = 1, 2
@@ -257,8 +261,11 @@ def publish_again(engine: NativeEngine, tensors: list[tuple[str, torch.Tensor]])
     engine.update_weights(WeightUpdate.of(engine.get_version(), tensors)).result(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_killed_half_way(served, undisturbed):
-    """Tokens, log-probs and versions are those of an engine that nobody disturbed; nothing is lost or made twice."""
+    """What fast tests show with a small server (``test_keeper.py``), with ours.
+
+    Tokens, log-probs and versions are those of an engine that nobody disturbed; nothing is lost or made twice."""
     served.update_weights(WeightUpdate.of(40, weights(2))).result(LIMIT_S)
     weights_then, pid = served.weights_checksum(), served.pid
     asked = [*requests(5, 60), *requests(1, 60, stop_strings=("zzzz",))]

@@ -19,7 +19,7 @@ import forked
 import pytest
 import torch
 from integration import two_ranks
-from integration.command import ROOT, SMALL, metrics, train_here
+from integration.command import ROOT, SMALL, environment_of_ranks, metrics, train_here, train_on_two
 from integration.two_ranks import (
     CASES,
     COMMON,
@@ -35,6 +35,7 @@ from integration.two_ranks import (
 from safetensors.torch import load_file
 
 from headwater.models.load import load_model
+from headwater.observe.doctor import examine
 from headwater.observe.run_directory import RunDirectory
 
 LIMIT_S = 1200.0
@@ -50,10 +51,6 @@ def torchrun(*arguments: object) -> list[str]:
     ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests"}
-
-
 ALL = pytest.param("all", marks=[pytest.mark.slow, pytest.mark.xdist_group("ranks")])
 
 
@@ -62,11 +59,11 @@ def learned(request, tmp_path_factory):
     """The same calls on one rank and on two."""
     names = FEW if request.param == "few" else tuple(CASES)
     folder = tmp_path_factory.mktemp("ranks")
-    save_models(folder)
+    save_models(folder, names)
     alone = {
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name) for name in names
     }
-    done = forked.run(two_ranks.__file__, folder, *names, env=environment(), timeout=LIMIT_S)
+    done = forked.run(two_ranks.__file__, folder, *names, env=environment_of_ranks(), timeout=LIMIT_S)
     assert (folder / "results.pt").exists(), done.stderr[-3000:]
     return folder, alone, torch.load(folder / "results.pt", weights_only=False)
 
@@ -188,7 +185,11 @@ def started(tmp_path) -> Iterator:
     def start(*arguments: object) -> subprocess.Popen:
         log = (tmp_path / "log").open("w")
         process = subprocess.Popen(
-            torchrun("-m", "headwater", "train", *arguments), cwd=ROOT, env=environment(), stdout=log, stderr=log
+            torchrun("-m", "headwater", "train", *arguments),
+            cwd=ROOT,
+            env=environment_of_ranks(),
+            stdout=log,
+            stderr=log,
         )
         processes.append(process)
         return process
@@ -253,6 +254,11 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     text = log.read_text()
     if how == "killed rank":
         assert time.monotonic() - killed_at < SOON_S
+        assert re.search(r"error: rank 1: its process has ended .*, noticed at most \S+ s\s+later", text, re.DOTALL)
+        (told,) = [each.state for each in examine(run).ranks if not each.is_alive]
+        found = re.search(r"; the run ended at most (\S+) s later", told)
+        assert found, told
+        assert 0 <= float(found[1]) < SOON_S
     else:
         assert "Stopping: saving step" in text
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]
@@ -271,20 +277,6 @@ def assert_same_steps(run: Path, other: Path, *, rel: float) -> None:
         assert ours["reward/mean"] == theirs["reward/mean"]
         for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
             assert ours[key] == pytest.approx(theirs[key], rel=rel, abs=1e-6), f"{key} of step {ours['step']}"
-
-
-FORKED = """
-import sys
-from integration.two_ranks import fork_ranks
-from headwater.cli.main import main
-fork_ranks(lambda: main(sys.argv[1:]))
-"""
-"""The command as torchrun starts it, without the processor time of torchrun and of two more imports of torch."""
-
-
-def train_on_two(run: Path, *arguments: object, limit_s: float = LIMIT_S) -> None:
-    done = forked.run("-c", FORKED, "train", *arguments, cwd=ROOT, env=environment(), timeout=limit_s)
-    assert json.loads((run / "status.json").read_text())["state"] == "finished", done.stderr[-3000:]
 
 
 def test_the_command_takes_the_same_step_on_two_ranks(tmp_path):
@@ -310,7 +302,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
     run = tmp_path / "quickstart"
     done = subprocess.run(
         torchrun("-m", "headwater", "train", *SMALL, f"run.root={tmp_path}", "trainer.total_steps=1"),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        cwd=ROOT, env=environment_of_ranks(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     train_here("--resume", run, "trainer.total_steps=2")

@@ -54,6 +54,16 @@ def test_a_tiny_model_learns_to_see(tmp_path, settings):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("shapes")
+def test_a_tiny_model_learns_to_count(tmp_path):
+    """Up to four shapes, so that all cells of the picture matter."""
+    count = ["data.task_args.questions=[count]", "data.task_args.max_shapes=4", "trainer.total_steps=16"]
+    before, *_, after = held_out(run_recipe(tmp_path, "count", *count))
+    assert before < 0.65
+    assert after > max(before + 0.15, 0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("shapes")
 @pytest.mark.parametrize("settings", [[], STALE], ids=["synchronous", "stale"])
 def test_it_learns_nothing_from_blank_pictures(tmp_path, settings):
     after = held_out(run_recipe(tmp_path, "blank", "data.task_args.blank=true", SHORT, *settings))[-1]

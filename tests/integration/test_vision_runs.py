@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 
 import pyarrow.parquet as pq
@@ -98,6 +99,36 @@ def test_a_run_on_videos(tmp_path, model):
     assert [check_row(run, row) for row in rows] == [1] * len(rows)
     assert {len(json.loads(row["media"])[0]["files"]) for row in rows} == {2, 3, 4}
     assert all(row["logprob_gap"] < 1e-4 for row in rows)
+
+
+def test_the_recipe_for_geometry3k(tmp_path):
+    """The recipe of the docs, with a tiny model and pictures of our own in the dataset's layout."""
+    datasets = pytest.importorskip("datasets")
+    page = (ROOT / "docs" / "data-and-rewards.md").read_text()
+    (tmp_path / "geometry3k.yaml").write_text(re.search(r"`geometry3k.yaml`:\n\n```yaml\n(.*?)```", page, re.DOTALL)[1])
+    rows = [
+        {"images": [picture(color, (80, 60))], "problem": f"<image>Find x, {number}.", "answer": str(number)}
+        for number, color in enumerate(("red", "green", "blue", "gray"))
+    ]
+    features = {"images": datasets.List(datasets.Image()), "problem": datasets.Value("string"),
+                "answer": datasets.Value("string")}  # fmt: skip
+    datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(tmp_path / "rows")
+    cut_down = [each for each in CUT_DOWN if not each.startswith(("data.num_", "reward.function"))]
+    settings = [
+        "model.path=tiny:qwen2_5_vl",
+        f"data.sources.geometry3k.source={tmp_path / 'rows'}",
+        "trainer.save_learner_logprobs=true",
+    ]
+    run = RunDirectory(tmp_path / "geometry")
+    train_here(
+        str(tmp_path / "geometry3k.yaml"), *cut_down, *settings, "rollout.max_new_tokens=24",
+        f"run.root={tmp_path}", "run.name=geometry",
+    )  # fmt: skip
+    rows = rows_of(run, 1)
+    assert [check_row(run, row) for row in rows] == [1] * 8
+    assert all(row["logprob_gap"] < 1e-4 for row in rows)
+    assert {row["data_source"] for row in rows} == {"hiyouga/geometry3k"}
+    assert {json.loads(row["messages"])[0]["role"] for row in rows} == {"system"}
 
 
 def test_a_run_with_pictures_from_tools_is_killed_and_ends_bitwise_equal(tmp_path):

@@ -25,7 +25,7 @@ import pytest
 import torch
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, after_step, is_gone, metrics, python_of, train_here
 from listening import Process
-from vllm_answers import (
+from server_answers import (
     LIMIT_S,
     MODEL,
     TOLERANCE,
@@ -34,6 +34,7 @@ from vllm_answers import (
     assert_sampled_by,
     logprobs,
     publish,
+    still_answers,
     weights,
 )
 
@@ -41,7 +42,6 @@ from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.router.engine import RouterEngine
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
-from headwater.core.capabilities import ServerStatus
 from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelResponse, SamplingParams
@@ -177,7 +177,7 @@ def test_ends_aborts_and_pauses(engine: VllmEngine) -> None:
         await asyncio.to_thread(until_running, engine, 1, task.done)
         num_aborted = await asyncio.to_thread(engine.abort, "request-0")
         response = (await task)[0]
-        assert num_aborted == (response.stop_reason == "abort")
+        assert num_aborted >= (response.stop_reason == "abort"), "it may also end by itself while it is aborted"
         return response
 
     # On a busy machine, it may end before it is aborted, or be aborted before its first or after its last token.
@@ -334,20 +334,19 @@ def test_a_run_over_two_servers_continues_without_a_killed_one(
         routers.append(self)
 
     def kill() -> None:
-        def server() -> ServerStatus:
-            (found,) = [each for each in routers[0].status().servers if each.name == url]
-            return found
-
+        client = routers[0]._roster.member(url).engine
+        assert isinstance(client, VllmEngine)
         while not is_over.wait(0.02):
-            if server().num_running < 2:
+            if client.status().num_running < 2:  # now: the status of the router is a second old
                 continue
             os.killpg(sharded._server.pid, signal.SIGSTOP)
-            time.sleep(0.5)  # answers that were on their way arrive
-            if server().num_running + server().num_waiting:
-                os.killpg(sharded._server.pid, signal.SIGKILL)
+            is_busy = False
+            with suppress(RolloutFailed):  # the run has ended meanwhile
+                is_busy = still_answers(client)
+            os.killpg(sharded._server.pid, signal.SIGKILL if is_busy else signal.SIGCONT)
+            if is_busy:
                 sharded.close()  # otherwise it would start another one
                 return
-            os.killpg(sharded._server.pid, signal.SIGCONT)
 
     url, is_over = sharded.url, threading.Event()
     killer = threading.Thread(target=kill, daemon=True)
@@ -385,8 +384,7 @@ def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> N
         thread.start()
         until_running(engine, 6, lambda: not thread.is_alive())  # noqa: B023
         os.kill(engine._server.pid, signal.SIGSTOP)
-        thread.join(0.5)  # answers that were on their way arrive
-        if thread.is_alive():
+        if still_answers(engine):
             break  # on a busy machine, all may have ended before that is seen
         os.kill(engine._server.pid, signal.SIGCONT)
     os.kill(engine._server.pid, signal.SIGKILL)

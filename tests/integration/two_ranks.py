@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from headwater.cluster.torchrun import join
 from headwater.config.load import load_config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import HeadwaterError
-from headwater.core.learner import Learner, Role
+from headwater.core.learner import MEASURES_ITSELF, Learner, Role
 from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
@@ -45,6 +45,8 @@ COMMON = (
 )  # fmt: skip
 KL = "algorithm.kl_in_loss=0.1"
 WITH_CRITIC = ("critic.enabled=true", "algorithm.advantage=gae", "critic.learning_rate=1e-3")
+_RECOMPUTES = ("algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute")
+"""The learner gets no old log-probs."""
 SMALL_PACKS = "learner.max_tokens_per_microbatch=16"
 
 
@@ -79,6 +81,10 @@ CASES = {
     "nothing to learn on one rank": Case(("learner.skip_zero_advantages=true",), silent="second rank"),
     "nothing to learn in mini-batches": Case(
         ("learner.skip_zero_advantages=true", "learner.num_minibatches=2"), silent="most"
+    ),
+    "measured by itself": Case((*_RECOMPUTES, "learner.num_minibatches=4"), 5),
+    "measured by itself, in mini-batches without an advantage": Case(
+        (*_RECOMPUTES, "learner.num_minibatches=4", "learner.skip_zero_advantages=true"), silent="most"
     ),
     "bfloat16": Case(("model.dtype=bfloat16",)),
     "adapters in bfloat16": Case(("lora.rank=4", "model.dtype=bfloat16")),
@@ -121,16 +127,18 @@ CASES |= {
         vision_model="tiny:smolvlm",
     ),
 }
-FEW = ("critic and reference", "adapters", "pictures")
-"""Of the fast tests."""
+FEW = ("adapters",)
+"""Of the fast tests. A critic on two ranks is in the one of ``test_context_parallel.py``."""
 RESUMED = ("plain", "adapters", "critic and reference", "pictures", "frozen tower")
 
 
-def save_models(folder: Path) -> None:
-    """What the cases begin with, unless it is built."""
+def save_models(folder: Path, names: Iterable[str]) -> None:
+    """What the cases begin with, unless it is built. All ranks read the same files, so none of them writes them."""
     model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=3)
     save_model(model, load_tokenizer("tiny:qwen3"), folder / "model")
-    vision_model(pictures.NAME, folder)
+    for name in names:
+        if CASES[name].has_pictures:
+            vision_model(CASES[name].vision_model, folder)
 
 
 def vision_model(name: str, folder: Path) -> Path:
@@ -176,14 +184,16 @@ def experience(case: Case) -> DataProto:
     if case.silent == "most":  # none of the first mini-batch, and one rank's rows of the second
         advantages[: case.num_rows // 2] = 0.0
     returns = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
+    measures_itself = set(_RECOMPUTES) <= set(case.settings)
+    old = {} if measures_itself else {"old_logprobs": data.batch["rollout_logprobs"]}
     return data.with_columns(
         tensors={
-            "old_logprobs": data.batch["rollout_logprobs"],
+            **old,
             "advantages": advantages,
             "values": torch.zeros_like(returns),
             "returns": returns,
         },
-        meta_info={"version": 0},
+        meta_info={"version": 0, MEASURES_ITSELF: measures_itself},
     )
 
 

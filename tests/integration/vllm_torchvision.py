@@ -1,9 +1,10 @@
-"""Makes torchvision importable beside a torch for CPUs. ``make setup-vllm`` runs it in the environment of vLLM.
+"""Makes torchvision importable beside a torch for CPUs. ``make setup-vllm`` and ``make setup-sglang`` run it in
+their environments.
 
-vLLM scales images with torchvision, whose wheels are linked with CUDA. A torch without CUDA cannot load their compiled
-part. torchvision itself continues without it, but its import fails because the fake versions of two operators, which
-filter boxes of detected objects, are registered although the operators do not exist. This declares them. Scaling and
-normalising images is Python code that calls torch, and uses nothing of the compiled part.
+vLLM and SGLang scale images with torchvision, whose wheels are linked with CUDA. A torch without CUDA cannot load their
+compiled part. torchvision itself continues without it, but its import fails because the fake versions of two operators,
+which filter boxes of detected objects, are registered although the operators do not exist. This declares them. Scaling
+and normalising images is Python code that calls torch, and uses nothing of the compiled part.
 """
 
 from __future__ import annotations

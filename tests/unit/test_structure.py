@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("structure")  # one process parses all files once
+
 SOURCE = Path(__file__).parents[2] / "src" / "headwater"
 
 ORDER = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -42,10 +43,36 @@ def start(
     callbacks: Sequence[Callback] = (),
     display: Display | None = None,
 ) -> Ended:
-    """Start a new run. ``given`` are the keys that were set explicitly."""
-    return _with_restarts(
-        lambda attempts: _start(config, given, attempts), _Attempts(callbacks=callbacks, display=display)
-    )
+    """Start a new run, or continue the one of this name (``run.if_exists``).
+
+    ``given`` are the keys that were set explicitly. A run that continues has its own settings for all others.
+    """
+    from headwater.config import schema
+    from headwater.config.keys import settings, value_at
+
+    attempts = _Attempts(callbacks=callbacks, display=display)
+    if (path := _run_to_continue(config)) is None:
+        return _with_restarts(lambda attempts: _start(config, given, attempts), attempts)
+    values = {key: value_at(config, key) for key in sorted(given) if key in settings(schema.Config)}
+    return _with_restarts(functools.partial(_resume, path, None, [values], is_repeat=True), attempts)
+
+
+def _run_to_continue(config: Config) -> Path | None:
+    """The run that ``run.if_exists`` says to continue, here or fetched from its copy; None to start a new one."""
+    from headwater.observe.run_directory import RunDirectory
+    from headwater.observe.run_lock import RunLock
+    from headwater.trainer.mirror import fetch_lost
+
+    if config.run.if_exists != "resume" or config.eval.only:
+        return None
+    run = RunDirectory(Path(config.run.root) / config.run.name)
+    if (run.path / "config.yaml").is_file() or fetch_lost(run, config.trainer.checkpoint_dir):
+        return run.path
+    if run.path.exists():
+        run.check_unstarted()
+        with RunLock(run.lock_file):  # refused while another process starts the run
+            shutil.rmtree(run.path)
+    return None
 
 
 def resume(
@@ -127,19 +154,26 @@ def _start(config: Config, given: Collection[str], attempts: _Attempts) -> Ended
     return _fit(config, run=None, checkpoint=None, attempts=attempts, given=given)
 
 
-def _resume(path: Path, step: int | None, overrides: Overrides, attempts: _Attempts) -> Ended:
+def _resume(
+    path: Path, step: int | None, overrides: Overrides, attempts: _Attempts, *, is_repeat: bool = False
+) -> Ended:
+    """``is_repeat``: the command that started the run was given again, and ``overrides`` are its settings."""
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
 
     run = RunDirectory.open(path)
     with RunLock(run.lock_file):
-        return _resume_locked(run, step, overrides, attempts)
+        return _resume_locked(run, step, overrides, attempts, is_repeat=is_repeat)
 
 
-def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, attempts: _Attempts) -> Ended:
+def _resume_locked(
+    run: RunDirectory, step: int | None, overrides: Overrides, attempts: _Attempts, *, is_repeat: bool
+) -> Ended:
     from headwater.config.checks import fits_checkpoint
     from headwater.config.extension_checks import START_CHECKS
     from headwater.config.load import load_config
+    from headwater.config.python_values import PYTHON_CODE
+    from headwater.observe.progress import Display
     from headwater.trainer.checkpoint import Checkpoints, check_whole, step_of
     from headwater.trainer.mirror import fetch_missing
 
@@ -149,21 +183,31 @@ def _resume_locked(run: RunDirectory, step: int | None, overrides: Overrides, at
     checkpoints = Checkpoints(run.checkpoints, before.trainer.keep_checkpoints)
     checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
     fits = [fits_checkpoint(before, checkpoint)] if checkpoint else []
-    config = load_config(run.config_file, overrides, [*START_CHECKS, *fits]).config
+    source = "this recipe" if is_repeat else PYTHON_CODE
+    config = load_config(run.config_file, overrides, [*START_CHECKS, *fits], mappings_from=source).config
     if checkpoint is not None:
         if config.trainer.total_epochs == before.trainer.total_epochs:  # otherwise the data decide the number of steps
-            _check_steps_left(run, step_of(checkpoint), before.trainer.total_steps, config)
+            done, planned = step_of(checkpoint), before.trainer.total_steps
+            if is_repeat and not _has_work_left(run, done, planned, config):
+                (attempts.display or Display()).say(f"{run.path}: all {done} steps are done; nothing is left to do")
+                return Ended(run, is_finished=True)
+            _check_steps_left(run, done, planned, config)
         check_whole(run, checkpoint)
     for foreign in run.foreign_checkpoints():
         logger.warning("%s is not a checkpoint and is ignored", foreign)
     return _fit(config, run, checkpoint, attempts)
 
 
-def _check_steps_left(run: RunDirectory, done: int, planned: int, config: Config) -> None:
+def _has_work_left(run: RunDirectory, done: int, planned: int, config: Config) -> bool:
     """``planned`` is the run's number of steps before this resume, and ``config`` has the one it asks for."""
     wanted = config.trainer.total_steps
-    if wanted > done or (wanted == planned == done and _lacks_evaluation(run, done, config)):
+    return wanted > done or (wanted == planned == done and _lacks_evaluation(run, done, config))
+
+
+def _check_steps_left(run: RunDirectory, done: int, planned: int, config: Config) -> None:
+    if _has_work_left(run, done, planned, config):
         return
+    wanted = config.trainer.total_steps
     if wanted == planned:
         raise RunError(f"{run.path}: all {done} steps are done; to continue, add for example {_more_steps(done)}")
     remedy = (
@@ -206,8 +250,8 @@ def _fit(
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
-    from headwater.trainer.experience import logprob_sources
     from headwater.trainer.learner_setup import build_training
+    from headwater.trainer.logprob_sources import logprob_sources
     from headwater.trainer.loop import Trainer
     from headwater.trainer.memory_advice import advised
     from headwater.trainer.memory_setup import describe_plan, plan_run, planned
@@ -316,8 +360,11 @@ def _announce(run: RunDirectory, config: Config, display: Display) -> None:
 def _resuming(path: Path) -> str:
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
+    from headwater.trainer.summary import needs_its_script, resume_in_python
 
     run = RunDirectory(path)
+    if needs_its_script(run):
+        return resume_in_python(run)
     command = f"headwater train --resume {path}"
     try:
         config = load_config(run.config_file, was_accepted=True).config

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from headwater.api import launch
-from headwater.api.engine import Completion, Engine, Prompts
+from headwater.api.engine import Completion, Engine, Message, Prompts
 from headwater.config import schema
 from headwater.config.builtin import split_arguments
 from headwater.config.extension_checks import START_CHECKS
@@ -216,6 +216,12 @@ class Trainer:
 
 
 def _check_files(config: Config) -> None:
+    """Raise before anything is loaded if files are missing, or if nobody said what to train or evaluate on."""
+    named = {"data.train", "data.dataset", *(("data.eval",) if config.eval.only else ())}
+    if not named & config.given:
+        raise ConfigError(
+            ["data: is missing; give a list of dicts, a file or a task, for example data=rows, or the name of a recipe"]
+        )
     if problems := [clash.line(config, {}) for check in START_CHECKS for clash in check(config, {})]:
         raise ConfigError(problems)
 
@@ -308,10 +314,31 @@ class Result:
         """The trained model, a folder that ``transformers`` and inference servers load."""
         return self.checkpoint / "model"
 
+    @overload
+    def generate(self, prompts: str, **sampling: Any) -> Completion: ...
+
+    @overload
+    def generate(self, prompts: Sequence[str], **sampling: Any) -> list[Completion]: ...
+
+    @overload
+    def generate(self, prompts: Prompts, **sampling: Any) -> Completion | list[Completion]: ...
+
     def generate(self, prompts: Prompts, **sampling: Any) -> Completion | list[Completion]:
-        """Generate with the trained model; see ``Engine.generate``. Make an ``Engine`` for more than one call."""
+        """Continue text as it is; see ``Engine.generate``. Make an ``Engine`` for several calls."""
         with Engine(self.model_path) as engine:
             return engine.generate(prompts, **sampling)
+
+    @overload
+    def chat(self, messages: str | Sequence[Message], **sampling: Any) -> Completion: ...
+
+    @overload
+    def chat(self, messages: Sequence[str] | Sequence[Sequence[Message]], **sampling: Any) -> list[Completion]: ...
+
+    def chat(self, messages: Any, **sampling: Any) -> Completion | list[Completion]:
+        """The trained model's reply to the text of a user or to a chat, as in training; see ``Engine.chat``."""
+        with Engine(self.model_path) as engine:
+            replies: Completion | list[Completion] = engine.chat(messages, **sampling)
+            return replies
 
     def _records(self, kind: str) -> list[dict[str, Any]]:
         return [record for record in RunDirectory(self.path).read_metrics() if record["kind"] == kind]

@@ -14,7 +14,9 @@ from headwater.models.load import load_model, load_processor
 class EmbeddedEngine(Engine):
     """The embedded engine as a backend: a separate model on the learner's device."""
 
-    declared_capabilities: ClassVar[Capabilities] = Capabilities(rounds=True, media=True, features=FEATURES)
+    declared_capabilities: ClassVar[Capabilities] = Capabilities(
+        rounds=True, joint_start=True, media=True, features=FEATURES
+    )
 
     @classmethod
     def from_context(cls, context: BackendContext) -> EmbeddedEngine:

@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         default="",
         metavar="N|best",
-        help="for a run: checkpoint to evaluate; best is the one with the best trainer.best_metric; default the latest",
+        help="for a run: checkpoint to evaluate; best is the one with the best trainer.best_metric, or "
+        "eval/reward/mean if that is empty; default the latest",
     )
     parser.add_argument("--show", type=int, metavar="K", default=0, help="print the first K responses")
     parser.add_argument(
@@ -189,15 +190,15 @@ def _of_model(args: argparse.Namespace) -> Subject:
 
 def _model_path(target: str) -> str:
     """The model folder of a checkpoint, or ``target`` itself."""
+    from headwater.observe.run_directory import which_run
+
     folder = Path(target).expanduser()
     if not folder.is_dir() or (folder / "config.json").is_file():
         return target
     if (folder / "model" / "config.json").is_file():
         return str(folder / "model")
-    raise RunError(
-        f"{target}: not a run directory (config.yaml is missing) and not a model (config.json is missing); give a "
-        "directory that `headwater train` created, for example runs/quickstart, or a model folder"
-    )
+    missing = "not a run directory (config.yaml is missing) and not a model (config.json is missing)"
+    raise RunError(f"{target}: {missing}; {which_run(folder)}")
 
 
 def _settings(args: argparse.Namespace) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwater.core.errors import HeadwaterError
+from headwater.core.registry import PYTHON
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,14 +29,16 @@ examples:
   headwater export runs/mine --to models/mine                          the latest checkpoint
   headwater export runs/mine --step best --to models/mine              the one with the best evaluation
   headwater export runs/mine --to models/mine --dtype bfloat16         half the size
-  headwater export runs/lora --to adapters/mine --adapter              only the adapters, for peft and vLLM"""
+  headwater export runs/lora --to adapters/mine --adapter              only the adapters, for peft"""
 
 _SHOWN_METRICS = ("reward/mean", "response_length/mean", "stopped_fraction", "num_prompts", "num_samples")
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "headwater export RUN --to FOLDER [--step N|best] [--merge | --adapter] [--dtype TYPE]"
+    parser.usage = (
+        "headwater export RUN --to FOLDER [--step N|best] [--merge | --adapter] [--dtype TYPE] [--license ID]"
+    )
     parser.epilog = EXAMPLES
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder that is written")
@@ -43,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step",
         default="",
         metavar="N|best",
-        help="checkpoint to export; best is the one with the best trainer.best_metric; default the latest",
+        help="checkpoint to export; best is the one with the best trainer.best_metric, or eval/reward/mean if that is "
+        "empty; default the latest",
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--merge", action="store_true", help="merge adapters into the model; this is the default")
@@ -54,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number type of the weights; default that of the checkpoint",
     )
     parser.add_argument(
-        "--licence", default="other", metavar="ID", help="licence in the model card, such as apache-2.0; default other"
+        "--license",
+        "--licence",
+        default="other",
+        metavar="ID",
+        help="license in the model card, such as apache-2.0; default other",
     )
 
 
@@ -81,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             _write_adapter(checkpoint, config, temporary, args.dtype)
         else:
             _write_model(checkpoint / "model", temporary, args.dtype)
-        card = model_card(directory, config, step_of(checkpoint), is_adapter=args.adapter, licence=args.licence)
+        card = model_card(directory, config, step_of(checkpoint), is_adapter=args.adapter, licence=args.license)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         os.rename(temporary, target)
     except OSError as error:
@@ -232,7 +240,9 @@ def _reads_images(checkpoint: Path) -> bool:
 
 
 def _source_name(source: str) -> str:
-    """A task as it is; of a file, only its name."""
+    """A task as it is; of a file, only its name. Rows of a Python program have none."""
+    if source.startswith(PYTHON):
+        return "rows from Python"
     return source.rpartition("/")[2] if source.startswith("/") else source
 
 

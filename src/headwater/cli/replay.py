@@ -118,10 +118,12 @@ def _for_replay(config: Config, path: Path) -> Config:
         run=replace(
             config.run, root=str(path.resolve().parent), name=f"{path.resolve().name}-replay", project="replay"
         ),
-        eval=replace(config.eval, before=False, after=False, every_steps=0),
+        eval=replace(config.eval, before=False, after=False, every_steps=0, every_epochs=0),
         trainer=replace(
             config.trainer,
             checkpoint_every_steps=0,
+            checkpoint_every_epochs=0,
+            checkpoint_every_minutes=0.0,
             checkpoint_in_background=True,
             checkpoint_dir="",
             best_metric="",

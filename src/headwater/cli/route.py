@@ -109,7 +109,9 @@ def find_model(urls: Sequence[str], backend: str, key: str) -> str:
             if backend == "vllm":
                 served = _ask(url + "/v1/models", key)["data"][0]
                 return str(served.get("root") or served["id"])
-            return str(_ask_model_info(url, key)["model_path"])
+            told = _ask_model_info(url, key)
+            # SGLang's model_path becomes the folder of the weights that it was given last.
+            return str(told.get("tokenizer_path") or told["model_path"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             reasons.append(f"{url}: {error}")
     raise HeadwaterError(f"no server answers ({'; '.join(reasons)}); start one, or correct URL and --backend")

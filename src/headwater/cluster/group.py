@@ -203,4 +203,8 @@ class LearnerGroup:
         """The status of the first rank, with the largest memory of all ranks."""
         statuses: list[LearnerStatus] = self._ranks.call("status", self._same())
         ranks = tuple(each for status in statuses for each in status.ranks)
-        return replace(statuses[0], memory_bytes=max(each.memory_bytes for each in statuses), ranks=ranks)
+        most = {
+            name: max(getattr(each, name) for each in statuses)
+            for name in ("memory_bytes", "recorded_bytes", "pass_tokens", "forward_pass_tokens")
+        }
+        return replace(statuses[0], **most, ranks=ranks)

@@ -29,7 +29,7 @@ from ray.exceptions import RayActorError, RayError
 from headwater.cluster.group import LearnerGroup
 from headwater.cluster.ray_actor import ActorPlace, SentError, death_of
 from headwater.cluster.ray_rank import LearnerRank, RankResult, unpack
-from headwater.cluster.turns import Activity, Turns
+from headwater.cluster.turns import Activity, EndedRank, Turns
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import RankFailed, WaitTimeout
 from headwater.core.waits import wait_until
@@ -65,6 +65,9 @@ class RayRanks:
         self._turns = Turns(self._check)
         self._asked: Sequence[Future[Any]] = ()
         """The answers of all ranks to the present call."""
+        self._gone: dict[int, EndedRank] = {}
+        self._alive_at = time.time()
+        """When all ranks were last known to run."""
         address = actors[0].open_store.remote()
         self._joining = [actor.join.remote(address) for actor in actors]
         self._lives = [actor.until_end.remote() for actor in actors]
@@ -196,7 +199,7 @@ class RayRanks:
                 raise first.again()
             # A collective operation fails immediately when another rank ends. Ray tells that a moment later.
             if ray.wait(self._lives, timeout=_CAUSE_S)[0]:
-                self._fail(self._gone())
+                self._fail(self._told())
             raise RankFailed(f"rank {rank} of {self.num_ranks}: {first.told()}")
         return [each.value for each in outcomes]
 
@@ -210,7 +213,7 @@ class RayRanks:
 
     def _cause(self, error: BaseException | None) -> str:
         is_noticed = ray.wait(self._lives, timeout=_CAUSE_S)[0]
-        return self._gone() if is_noticed else f"a rank has ended: {death_of(error)}"
+        return self._told() if is_noticed else f"a rank has ended: {death_of(error)}"
 
     def _wake(self, future: Future[Any]) -> None:
         with self._condition:
@@ -220,32 +223,32 @@ class RayRanks:
         """Notice the end of an actor, at any time, and interrupt the training loop."""
         while not self._is_closed:
             ended, _ = ray.wait(self._lives, timeout=_LOOK_S)
-            if ended and not self._is_closed:
+            if not ended:
+                self._alive_at = time.time()
+            elif not self._is_closed:
                 is_raised = bool(self._failure)  # by a call, to whoever made it
-                self._failure = self._failure or self._gone()
+                self._failure = self._failure or self._told()
                 with self._condition:
                     self._condition.notify_all()
                 if not is_raised:
                     _thread.interrupt_main(signal.SIGINT)
                 return
 
-    def _gone(self) -> str:
+    def _told(self) -> str:
         """Which ranks have ended, and why, with their places."""
         where = [f" ({place})" for place in self._places] or [""] * self.num_ranks
-        told = [f"rank {rank}{where[rank]} has ended: {cause}" for rank, cause in self._ended().items()]
+        told = [f"rank {rank}{where[rank]} has ended: {each.cause}" for rank, each in self._ended().items()]
         return "; ".join(told) or "a rank has ended"
 
-    def _ended(self) -> dict[int, str]:
-        causes = {}
+    def _ended(self) -> dict[int, EndedRank]:
         for rank, life in enumerate(self._lives):
-            ended, _ = ray.wait([life], timeout=0)
-            if not ended:
+            if rank in self._gone or not ray.wait([life], timeout=0)[0]:
                 continue
             try:
                 ray.get(life)
             except RayError as error:
-                causes[rank] = death_of(error)
-        return causes
+                self._gone[rank] = EndedRank.noticed(death_of(error), self._alive_at)
+        return dict(self._gone)
 
 
 def _errors(futures: Sequence[Future[Any]]) -> list[SentError]:

@@ -21,6 +21,21 @@ _UNTOLD = "status"
 
 
 @dataclass(frozen=True)
+class EndedRank:
+    """A rank whose process is no longer there."""
+
+    cause: str
+    """What is known about it."""
+    alive_at: float
+    """When it was last known to run, in seconds since the epoch."""
+
+    @classmethod
+    def noticed(cls, cause: str, alive_at: float) -> EndedRank:
+        """A rank whose end is noticed now."""
+        return cls(f"{cause}, noticed at most {max(0.0, time.time() - alive_at):.1f} s later", alive_at)
+
+
+@dataclass(frozen=True)
 class Activity:
     """What the ranks are doing."""
 
@@ -32,19 +47,20 @@ class Activity:
     """The last call that has ended, and its duration."""
     answered: Collection[int] = ()
     """The ranks that have completed the present call, if that is known."""
-    ended: Mapping[int, str] = field(default_factory=dict)
-    """The ranks that have ended, and why."""
+    ended: Mapping[int, EndedRank] = field(default_factory=dict)
+    """The ranks that have ended."""
 
     def of(self, rank: RankStatus) -> RankStatus:
-        if rank.rank in self.ended:
-            state = f"ended: {self.ended[rank.rank]}"
+        if (gone := self.ended.get(rank.rank)) is not None:
+            state = f"ended: {gone.cause}"
         elif not self.call:
             state = "idle"
         elif rank.rank in self.answered:
             state = f"has completed {self.call} and waits for the others"
         else:
             state = f"executes {self.call} for {self.seconds:.0f} s"
-        return replace(rank, state=state, last_call=self.last_call, is_alive=rank.rank not in self.ended)
+        alive_at = None if gone is None else gone.alive_at
+        return replace(rank, state=state, last_call=self.last_call, is_alive=gone is None, alive_at=alive_at)
 
 
 class Turns:

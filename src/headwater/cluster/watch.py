@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
 
+from headwater.cluster.turns import EndedRank
 from headwater.core.errors import HeadwaterError, OtherRankFailed
 from headwater.core.processes import process_start
 
@@ -30,7 +31,8 @@ class RankWatch:
         self._rank = rank
         self._watched = range(1, num_ranks) if rank == 0 else range(1)
         self._lock = threading.Lock()
-        self._gone: dict[int, str] = {}
+        self._gone: dict[int, EndedRank] = {}
+        self._alive_at = dict.fromkeys(self._watched, time.time())
         self._last_sign: dict[int, tuple[bytes, float]] = {}
         self._stop = threading.Event()
         self.on_gone: Callable[[], None] = lambda: None
@@ -60,15 +62,20 @@ class RankWatch:
 
     def gone(self) -> str:
         """Which rank has ended, and what is known about it; empty while all of them live."""
-        return "; ".join(f"rank {rank}: {cause}" for rank, cause in self.ended().items())
+        return "; ".join(f"rank {rank}: {each.cause}" for rank, each in self.ended().items())
 
-    def ended(self) -> dict[int, str]:
+    def ended(self) -> dict[int, EndedRank]:
         """The ranks that have ended, and what is known about it."""
         with self._lock:
             for rank in self._watched:
                 process = self._processes[rank]
-                if rank not in self._gone and process is not None and str(process_start(process[0])) != process[1]:
-                    self._gone[rank] = "its process has ended (killed, out of memory or crashed; see its output)"
+                if rank in self._gone or process is None:
+                    continue
+                if str(process_start(process[0])) == process[1]:
+                    self._alive_at[rank] = time.time()
+                else:
+                    cause = "its process has ended (killed, out of memory or crashed; see its output)"
+                    self._gone[rank] = EndedRank.noticed(cause, self._alive_at[rank])
             return dict(self._gone)
 
     def stop(self) -> None:
@@ -98,10 +105,11 @@ class RankWatch:
             sign, now = self._store.get(f"alive/{rank}"), time.monotonic()
             last, since = self._last_sign.get(rank, (b"", now))
             if sign != last:
-                self._last_sign[rank] = (sign, now)
+                self._last_sign[rank], self._alive_at[rank] = (sign, now), time.time()
             elif now - since > _SILENCE_S:
+                cause = f"no sign of life for {_SILENCE_S:.0f} s (its process or its machine has ended)"
                 with self._lock:
-                    self._gone[rank] = f"no sign of life for {_SILENCE_S:.0f} s (its process or its machine has ended)"
+                    self._gone[rank] = EndedRank.noticed(cause, self._alive_at[rank])
 
 
 def error_text(error: BaseException) -> str:

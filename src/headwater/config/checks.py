@@ -147,7 +147,11 @@ def files_have_no_task_settings(config: Config, layers: Layers) -> Iterator[Clas
 
 
 def files_evaluate_on_something(config: Config, layers: Layers) -> Iterator[Clash]:
-    asking = [key for key in ("eval.every_steps", "eval.only", "trainer.best_metric") if value_at(config, key)]
+    asking = [
+        key
+        for key in ("eval.every_steps", "eval.every_epochs", "eval.only", "trainer.best_metric")
+        if value_at(config, key)
+    ]
     whole = map(is_whole, named_sources(config, config.data.train))
     if asking and not config.data.eval and all(whole) and not config.data.dataset:
         yield Clash(
@@ -164,8 +168,8 @@ def warm_start_settings_are_read(config: Config, layers: Layers) -> Iterator[Cla
 
 
 def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    if not (config.eval.before or config.eval.after or config.eval.every_steps or config.eval.only):
-        switches = ("eval.before", "eval.after", "eval.every_steps", "eval.only")
+    if not (config.eval.before or config.eval.after or config.eval.is_repeated or config.eval.only):
+        switches = ("eval.before", "eval.after", "eval.every_steps", "eval.every_epochs", "eval.only")
         why = f"{', '.join(switches)} are all off; turn one on"
         yield from unread(given_in("eval", layers), switches, why, layers)
 
@@ -200,9 +204,26 @@ def profiled_steps_exist(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def schedule_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.learner.schedule == "constant":
+    learner, critic = config.learner, config.critic
+    of_critic = critic.schedule or learner.schedule if critic.enabled else "constant"
+    is_shared = of_critic != "constant" and critic.lowest_learning_rate_fraction is None
+    if learner.schedule == "constant" and not is_shared:
         why = "learner.schedule = constant never falls; use linear or cosine"
         yield from unread(["learner.lowest_learning_rate_fraction"], ("learner.schedule",), why, layers)
+    if of_critic == "constant" and critic.enabled:
+        why = "the critic's learning rate is constant and never falls; set critic.schedule to linear or cosine"
+        switches = ("critic.schedule", "learner.schedule")
+        yield from unread(["critic.lowest_learning_rate_fraction"], switches, why, layers)
+
+
+def warmup_is_given_once(config: Config, layers: Layers) -> Iterator[Clash]:
+    learner = config.learner
+    if learner.num_warmup_steps and learner.warmup_fraction:
+        yield Clash(
+            ("learner.warmup_fraction", "learner.num_warmup_steps"),
+            f"learner.num_warmup_steps = {learner.num_warmup_steps} also sets the length of the warm-up; set one of "
+            "them to 0",
+        )
 
 
 def lengths_are_measured(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -288,6 +309,7 @@ CHECKS: tuple[Check, ...] = (
     warm_start_settings_are_read,
     eval_settings_are_read,
     schedule_settings_are_read,
+    warmup_is_given_once,
     tracker_settings_are_read,
     profiled_steps_exist,
     partial_groups_are_kept,
@@ -339,6 +361,7 @@ _DECIDED = {
     "lora.rank": "its adapters have that rank",
     "lora.alpha": "its adapters were trained at that scale",
     "lora.targets": "its adapters belong to those layers",
+    "learner.freeze": "it has the weights and averages of the parts that were trained",
     "critic.enabled": "its critic is stored or missing accordingly",
     "critic.path": "the weights of its critic belong to that model",
     "data.train": _DATA,

@@ -91,11 +91,11 @@ def ranks_have_samples(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def restarts_have_checkpoints(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.cluster.max_restarts and not config.trainer.checkpoint_every_steps:
+    if config.cluster.max_restarts and not config.trainer.saves_during_training:
         yield Clash(
             ("cluster.max_restarts", "trainer.checkpoint_every_steps"),
             "the run saves its only checkpoint at the end, so a restart would begin again; set "
-            "trainer.checkpoint_every_steps too",
+            "trainer.checkpoint_every_steps, checkpoint_every_epochs or checkpoint_every_minutes too",
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from headwater.config.constraints import Constraint
+from headwater.config.foreign_keys import foreign_key
 from headwater.config.keys import hints, nearest_keys, nearest_section, settings
 from headwater.config.tree import Branch, Leaf, Origin, Tree, leaves, plain, show, where
 from headwater.core.registry import PythonObject, nearest
@@ -16,22 +17,6 @@ from headwater.core.registry import PythonObject, nearest
 
 class WrongValue(Exception):
     """The rule a value breaks and the remedy; becomes one line of a ConfigError."""
-
-
-NAMES_IN_VERL = {
-    "data.reward_fn_key": "data.data_source_key",
-    "data.train_files": "data.train",
-    "data.val_files": "data.eval",
-    "data.train_batch_size": "trainer.num_prompts_per_step",
-    "data.max_prompt_length": "data.max_prompt_tokens",
-    "data.max_response_length": "rollout.max_new_tokens",
-    "data.apply_chat_template_kwargs": "data.chat_template_args",
-    "rollout.n": "rollout.num_samples_per_prompt",
-    "trainer.total_training_steps": "trainer.total_steps",
-    "reward.reward_fn_key": "data.data_source_key",
-    "reward.reward_manager": "reward.manager",
-}
-"""Keys that people write from habit, and what they are called here."""
 
 
 class Converter:
@@ -72,19 +57,23 @@ class Converter:
         return schema(**values)
 
     def _unknown(self, key: str, tree: Tree, inside: str) -> None:
-        below = list(leaves(tree, key)) if not inside else [(key, tree)]
-        meant = nearest_section(key, self._schema) if isinstance(tree, Branch) else []
+        below = list(leaves(tree, key))
+        is_foreign = any(foreign_key(leaf_key) for leaf_key, _ in below)
+        if inside and not is_foreign:
+            below = [(key, tree)]
+        meant = nearest_section(key, self._schema) if isinstance(tree, Branch) and not is_foreign else []
         if meant and len(below) > 1:
             self.problems.append(f"{key} ({where(tree)}): no such section; did you mean {meant[0]}?")
             self.doubtful.update(name for name in settings(self._schema) if name.startswith(f"{meant[0]}."))
             return
         for leaf_key, leaf in below:
-            known = NAMES_IN_VERL.get(leaf_key)
-            near = [known] if known else nearest_keys(leaf_key, self._schema)
+            foreign = foreign_key(leaf_key)
+            near = foreign.keys if foreign else nearest_keys(leaf_key, self._schema)
             self.doubtful.update(near)
-            self.problems.append(f"{leaf_key} ({where(leaf)}): no such key; {self._hint(near, inside)}")
+            hint = foreign.hint if foreign else self._hint(near, inside)
+            self.problems.append(f"{leaf_key} ({where(leaf)}): no such key; {hint}")
 
-    def _hint(self, near: list[str], inside: str) -> str:
+    def _hint(self, near: Sequence[str], inside: str) -> str:
         if near:
             return f"did you mean {' or '.join(near)}?"
         depth = len(inside) + 1 if inside else 0

@@ -53,13 +53,15 @@ def load_config(
     checks: Sequence[Check] = (),
     *,
     was_accepted: bool = False,
+    mappings_from: str = PYTHON_CODE,
 ) -> LoadedConfig:
     """Read ``recipe`` (None: all defaults) and what it extends, apply ``overrides``, and check the result.
 
     A ``str`` is the path of a recipe or the name of a built-in one. Several recipes are merged in order. An override
     is ``key=value``, or a mapping from Python code.
     ``checks`` run in addition to those of every config, and their problems are reported first. ``was_accepted`` skips
-    all checks: a recorded run passed those of its version, and later versions may have more.
+    all checks: a recorded run passed those of its version, and later versions may have more. ``mappings_from`` is where
+    messages say that mappings were written.
     """
     known_sections = sections(Config)
     reader = RecipeReader(known_sections)
@@ -73,7 +75,7 @@ def load_config(
             override = parse_override(each, layer, problems)
         else:
             layer += 1
-            override = tree_of(each, layer, problems)
+            override = tree_of(each, layer, problems, mappings_from)
         if override is not None:
             tree = merge(tree, override, known_sections)
     unread = bool(problems)

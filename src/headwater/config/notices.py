@@ -1,4 +1,5 @@
-"""What has no effect in a run although someone asked for it. Each is said once, when a run starts.
+"""What has no effect in a run although someone asked for it, and what may have been forgotten. Each is said once, when
+a run starts.
 
 A setting that contradicts others is an error (``checks.py``). A notice is for what is right elsewhere: a recipe for
 GPUs may run on a CPU, and a data file may have columns for other programs.
@@ -20,6 +21,8 @@ GPU_ONLY = (
     "learner.convert_at_once",
     "learner.cuda_graphs",
     "learner.fused_layers",
+    "learner.join_projections",
+    "learner.keep_logits_if_free",
     "learner.offload_optimizer",
     "learner.residency",
 )
@@ -31,7 +34,7 @@ class Notice:
     subject: str
     """The setting and its value, or the part of the data."""
     text: str
-    """Why it has no effect, and what to do if it should have one."""
+    """Why it has no effect, or what happens without it, and what to do if that is not meant."""
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.text}"
@@ -42,7 +45,12 @@ def config_notices(config: Config, given: Collection[str] = (), automatic: str |
     it is not known here."""
     if len(given) >= len(settings(Config)):
         given = ()  # a resolved recipe gives every key
-    return [*_gpu_only(config, given, automatic), *_interpolation(config), *_one_rank(config)]
+    return [
+        *_gpu_only(config, given, automatic),
+        *_interpolation(config),
+        *_one_rank(config),
+        *_forgotten(config, given),
+    ]
 
 
 def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> Iterator[Notice]:
@@ -77,4 +85,18 @@ def _interpolation(config: Config) -> Iterator[Notice]:
             "algorithm.old_logprobs = loglinear",
             "is the same as rollout with rollout.max_staleness = 0, because no token is older than the policy; use "
             "recompute, or a larger rollout.max_staleness",
+        )
+
+
+def _forgotten(config: Config, given: Collection[str]) -> Iterator[Notice]:
+    """The defaults of model and data let any recipe start, but who gives other settings does not mean them."""
+    if given and "model.path" not in given:
+        yield Notice(
+            "model.path is not given",
+            f"the run trains {config.model.path}, a tiny model with random weights; give a folder, a hub id or smollm2",
+        )
+    if given and "data.train" not in given and not config.data.dataset:
+        yield Notice(
+            "data.train is not given",
+            f"the run trains on {show(list(config.data.train))}, a built-in task; give your own files, or another task",
         )

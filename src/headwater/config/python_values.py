@@ -27,9 +27,9 @@ _SOURCES = ("data.train", "data.eval")
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def tree_of(values: Mapping[str, Any], layer: int, problems: list[str]) -> Branch:
+def tree_of(values: Mapping[str, Any], layer: int, problems: list[str], source: str = PYTHON_CODE) -> Branch:
     """``{"trainer": {"total_steps": 20}, "learner.learning_rate": 1e-4}`` as a tree."""
-    return in_full(_Reader(Origin(PYTHON_CODE, layer), problems).branch(values, ""))
+    return in_full(_Reader(Origin(source, layer), problems).branch(values, ""))
 
 
 def named(value: Any) -> str:

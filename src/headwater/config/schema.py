@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from headwater.config.cluster_schema import ClusterConfig
-from headwater.config.constraints import AtLeast, Extension, MoreThan, NotEmpty, PlainName, Within
+from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, PlainName, Within
 from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
 from headwater.config.rollout_schema import WeightEncoding as WeightEncoding
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
 from headwater.config.training_schema import CriticConfig, EvalConfig, LoraConfig, ReferenceConfig
+from headwater.config.training_schema import Schedule as Schedule
 from headwater.core.capabilities import UpdateMode as UpdateMode
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -23,16 +24,21 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 @dataclass(frozen=True)
 class RunConfig:
     name: Annotated[str, PlainName()] = "run"
-    """Name of the run directory. If it exists, a number is appended."""
+    """Name of the run directory; run.if_exists says what happens if there is one."""
     project: Annotated[str, NotEmpty()] = "headwater"
     """Project under which trackers show the run."""
     root: Annotated[str, NotEmpty()] = "runs"
     """Folder that holds the run directories."""
+    if_exists: Literal["number", "resume"] = "number"
+    """What to do if the run directory exists: `number` starts a new run with a number appended to the name, `resume`
+    continues the run, with the settings that are given now, or does nothing if it is complete. With eval.only, always
+    `number`."""
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of initial weights, data order and every sampled token."""
     deterministic: bool = False
-    """Make the run bitwise repeatable, also after kill -9 and a resume. Turns on engine.deterministic. With
-    rollout.max_staleness > 0, batches are taken in order, and weights are published when no response is generated."""
+    """Make the run bitwise repeatable, also after a resume. Turns on engine.deterministic, and join_projections off.
+    With rollout.max_staleness > 0, batches are taken in order, and weights are published when no response is
+    generated."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +210,8 @@ class AlgorithmConfig:
     """How token losses are combined into the loss of a step; seq-mean-token-sum-norm divides by
     rollout.max_new_tokens."""
     old_logprobs: OldLogprobs = "rollout"
-    """The policy that an update is measured from: `rollout` is the one that sampled, `recompute` runs a forward
-    pass, `loglinear` interpolates between the two, `metrics` recomputes and reports the error of loglinear."""
+    """The policy that an update is measured from: `rollout` is the one that sampled, `recompute` the learner's before
+    the update, `loglinear` interpolates between the two, `metrics` recomputes and reports the error of loglinear."""
     corrections: tuple[Annotated[str, Extension("headwater.algorithms.corrections")], ...] = ()
     """Corrections for samples whose log-probs differ between engine and learner; all of them are applied. A name may
     be listed several times. With old_logprobs=rollout they are computed in every update, from the trained policy."""
@@ -234,8 +240,6 @@ class AlgorithmConfig:
     has."""
 
 
-Schedule = Literal["constant", "linear", "cosine"]
-
 _FORWARD_FACTOR = 4
 
 
@@ -245,6 +249,8 @@ class LearnerConfig:
     """Peak learning rate of AdamW."""
     num_warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Optimiser steps over which the learning rate rises from zero."""
+    warmup_fraction: Annotated[float, AtLeast(0), LessThan(1, "the learning rate must reach its peak")] = 0.0
+    """Share of all optimiser steps over which the learning rate rises, instead of a number in num_warmup_steps."""
     schedule: Schedule = "constant"
     """Course of the learning rate from the warm-up to the last step. Steps without a gradient do not advance it."""
     lowest_learning_rate_fraction: Annotated[float, Within(0, 1)] = 0.0
@@ -255,6 +261,8 @@ class LearnerConfig:
     """Decay of AdamW's average of gradients."""
     adam_beta2: Annotated[float, Within(0, 0.9999)] = 0.95
     """Decay of AdamW's average of squared gradients."""
+    adam_epsilon: Annotated[float, MoreThan(0)] = 1e-8
+    """Added to the root of AdamW's average of squared gradients, so that nothing is divided by zero."""
     max_grad_norm: Annotated[float, MoreThan(0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
     max_bad_steps: Annotated[int, AtLeast(1)] = 3
@@ -289,15 +297,21 @@ class LearnerConfig:
     kept_logits_gib: Annotated[float, AtLeast(0)] = 2.0
     """Keep the logits of a pass for its backward pass if they need at most this much memory: 4 bytes per trained token
     and token of the vocabulary. Otherwise the output layer is computed twice, with the same result."""
+    keep_logits_if_free: bool = True
+    """On a GPU, keep logits beyond kept_logits_gib as well while a tenth of its memory, and what the output layer still
+    needs, stay free. The result is the same. Turn it off if other programs need the memory."""
     fused_layers: bool = True
     """On a GPU, use fused kernels: our norms of the float32 residual stream, and the rotary embeddings and gated
     products of liger-kernel if it is installed."""
+    join_projections: bool = True
+    """On a GPU with fused_layers and convert_at_once, compute projections of the same input as one product: queries,
+    keys and values, and the two of a gated layer. Not used for layers with LoRA adapters, or with run.deterministic."""
     compile: bool = False
     """Compile the layers with torch.compile instead: takes a minute at the start, then a few per cent faster on a
     GPU."""
     convert_at_once: bool = True
-    """With a single rank, convert all weights to model.dtype once per update, which needs 2 bytes per weight during the
-    update. If off, every pass converts one layer at a time, which takes longer."""
+    """With a single rank, convert all weights to model.dtype once per update, which needs 2 bytes per weight. If off,
+    or without room at the start, every pass converts one layer at a time, without join_projections and cuda_graphs."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """On a GPU with a single rank, `auto` fills small packs up to one of a few shapes, records the kernels of their
     passes as CUDA graphs, and launches each pass with one call. This needs up to a tenth of the GPU's memory."""
@@ -340,6 +354,11 @@ class TrainerConfig:
     """Prompts, and therefore groups, in each training step."""
     checkpoint_every_steps: Annotated[int, AtLeast(0, "use 0 to save only at the end")] = 0
     """Save a checkpoint every N steps, in addition to the one at the end or at Ctrl-C; 0 means only that one."""
+    checkpoint_every_epochs: Annotated[int, AtLeast(0, "use 0 to save only at the end")] = 0
+    """Save a checkpoint after every Nth pass over the training prompts; 0 means no such checkpoint."""
+    checkpoint_every_minutes: Annotated[float, AtLeast(0, "use 0 to save only at the end")] = 0.0
+    """Save a checkpoint after the first step that ends this long after the last checkpoint; 0 means no such
+    checkpoint."""
     keep_checkpoints: Annotated[int, AtLeast(1)] = 2
     """Number of newest checkpoints to keep. The best one, if best_metric is set, is kept in addition."""
     best_metric: str = ""
@@ -376,6 +395,11 @@ class TrainerConfig:
     num_tracked_samples: Annotated[int, AtLeast(0, "use 0 for none")] = 10
     """Held-out prompts with a response that trackers get as a table after each evaluation; 0 means none."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+    @property
+    def saves_during_training(self) -> bool:
+        """Whether there are checkpoints before the one at the end."""
+        return bool(self.checkpoint_every_steps or self.checkpoint_every_epochs or self.checkpoint_every_minutes)
 
 
 @dataclass(frozen=True)

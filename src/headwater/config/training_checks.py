@@ -42,6 +42,21 @@ def epochs_or_steps(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def periods_in_epochs_end_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
+    total = config.trainer.total_epochs
+    never = {
+        "eval.every_epochs": "would never evaluate between the first step and the last",
+        "trainer.checkpoint_every_epochs": "would never save before the end",
+    }
+    for key, consequence in never.items():
+        if 0 < total < value_at(config, key):
+            yield Clash(
+                (key, "trainer.total_epochs"),
+                f"is more than trainer.total_epochs = {total}, so it {consequence}; use at most {total}, or 0 to turn "
+                "it off",
+            )
+
+
 def greedy_evaluation_keeps_all_tokens(config: Config, layers: Layers) -> Iterator[Clash]:
     if config.eval.temperature == 0:
         for key in ("eval.top_k", "eval.top_p", "eval.min_p"):
@@ -63,10 +78,10 @@ def best_is_measured(config: Config, layers: Layers) -> Iterator[Clash]:
             ("trainer.best_metric",),
             f"only metrics of evaluation can choose a checkpoint; write eval/ and its name, for example eval/{metric}",
         )
-    if not (config.eval.after or config.eval.every_steps):
+    if not (config.eval.after or config.eval.is_repeated):
         yield Clash(
             ("trainer.best_metric", "eval.every_steps"),
-            "no evaluation during training would measure it; set eval.every_steps",
+            "no evaluation during training would measure it; set eval.every_steps or eval.every_epochs",
         )
 
 
@@ -117,6 +132,7 @@ def scores_can_be_late(config: Config, layers: Layers) -> Iterator[Clash]:
 TRAINING_CHECKS: tuple[Check, ...] = (
     critic_minibatches_divide_prompts,
     epochs_or_steps,
+    periods_in_epochs_end_within_run,
     greedy_evaluation_keeps_all_tokens,
     best_is_measured,
     reference_is_read,

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from headwater.config.constraints import AtLeast, LessThan, MoreThan, Within
 
+Schedule = Literal["constant", "linear", "cosine"]
+
 _AS_LEARNER = "use null for the learner's"
 
 
@@ -18,6 +20,13 @@ class CriticConfig:
     """Model that the critic starts from; empty means the policy's model with a new value head."""
     learning_rate: Annotated[float, MoreThan(0)] = 1e-5
     """Peak learning rate of the critic."""
+    warmup_fraction: Annotated[float, AtLeast(0), LessThan(1, "the learning rate must reach its peak")] | None = None
+    """Share of the critic's optimiser steps over which its learning rate rises; null means the learner's warm-up."""
+    schedule: Schedule | None = None
+    """Course of the critic's learning rate from the warm-up to the last step; null means learner.schedule."""
+    lowest_learning_rate_fraction: Annotated[float, Within(0, 1)] | None = None
+    """Final learning rate of a linear or cosine schedule of the critic, as a fraction of the peak; null means
+    learner.lowest_learning_rate_fraction."""
     num_epochs: Annotated[int, AtLeast(1, _AS_LEARNER)] | None = None
     """Passes of the critic over each batch; null means learner.num_epochs."""
     num_minibatches: Annotated[int, AtLeast(1, _AS_LEARNER)] | None = None
@@ -29,6 +38,8 @@ class CriticConfig:
     """Decay of AdamW's average of the critic's gradients; null means learner.adam_beta1."""
     adam_beta2: Annotated[float, Within(0, 0.9999)] | None = None
     """Decay of AdamW's average of the critic's squared gradients; null means learner.adam_beta2."""
+    adam_epsilon: Annotated[float, MoreThan(0, _AS_LEARNER)] | None = None
+    """Added to the root of AdamW's average of the critic's squared gradients; null means learner.adam_epsilon."""
     max_grad_norm: Annotated[float, MoreThan(0, _AS_LEARNER)] | None = None
     """Gradients of the critic with a larger norm are scaled down to this norm; null means learner.max_grad_norm."""
     clip: Annotated[float, MoreThan(0)] = 0.5
@@ -64,6 +75,9 @@ class LoraConfig:
 class EvalConfig:
     every_steps: Annotated[int, AtLeast(0, "use 0 to evaluate only before and after training")] = 0
     """Evaluate on held-out prompts every N steps, in addition to eval.before and eval.after; 0 means only those."""
+    every_epochs: Annotated[int, AtLeast(0, "use 0 to evaluate only before and after training")] = 0
+    """Evaluate after every Nth pass over the training prompts, in addition to the others; 0 means no such
+    evaluation."""
     before: bool = True
     """Evaluate before the first step."""
     after: bool = True
@@ -88,3 +102,8 @@ class EvalConfig:
     all."""
     max_new_tokens: Annotated[int, AtLeast(0, "use 0 for rollout.max_new_tokens")] = 0
     """Longest response of evaluation in tokens; 0 means rollout.max_new_tokens."""
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether there are evaluations during training."""
+        return bool(self.every_steps or self.every_epochs)

@@ -36,6 +36,8 @@ class Capabilities:
     """The engine accepts LoRA adapters without the base weights."""
     media: bool = False
     """Requests may contain images, and videos unless ``videos`` is false."""
+    media_problem: str = ""
+    """Why requests may not contain images, and the remedy, if the model could read them."""
     videos: bool = True
     tools: bool = False
     """The engine parses tool calls and ends a response with ``tool_calls``."""
@@ -43,6 +45,8 @@ class Capabilities:
     """``astream`` yields tokens as they are generated. Otherwise it yields the complete response once."""
     rounds: bool = False
     """The engine is a ``RoundEngine``."""
+    joint_start: bool = False
+    """The engine is a ``JointEngine``."""
     memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
     """What ``sleep`` can release."""
     discards_weights: bool = False
@@ -61,6 +65,8 @@ class Capabilities:
 
 def check_features(request: ModelRequest, capabilities: Capabilities) -> None:
     """Raise ``RequestError`` for settings that the engine does not have, and for media if it takes only text."""
+    if request.media and capabilities.media_problem:
+        raise RequestError(f"request {request.request_id}: has images or videos: {capabilities.media_problem}")
     if request.media and not capabilities.media:
         raise RequestError(
             f"request {request.request_id}: has images or videos, and this engine takes only text; use a vision model "

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Role = Literal["policy", "critic"]
 """The models that a learner trains."""
 
+MEASURES_ITSELF = "measures_itself"
+"""Entry of a batch's ``meta_info``: whether an update computes the column ``old_logprobs`` itself, which is missing."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
@@ -35,6 +38,8 @@ class RankStatus:
     """The last call that it has completed, and how long that took."""
     is_alive: bool = True
     """False after the process has ended."""
+    alive_at: float | None = None
+    """When it was last known to run, in seconds since the epoch; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,12 @@ class LearnerStatus:
     """The rate of the policy's next optimiser step."""
     memory_bytes: int
     """Memory of the device that is allocated, of the rank with the most; 0 on a CPU."""
+    recorded_bytes: int = 0
+    """Memory of the device that recorded passes hold (``learner.cuda_graphs``), of the rank with the most."""
+    pass_tokens: int = 0
+    """Tokens of the largest pass with gradients that the last mini-batch needed. 0 if there was none."""
+    forward_pass_tokens: int = 0
+    """The same for passes without gradients."""
     failure: str = ""
     """Why the learner cannot be used any more, such as a rank that has ended. Empty while it works."""
     ranks: tuple[RankStatus, ...] = ()
@@ -94,7 +105,9 @@ class Learner(Protocol):
     def update(self, batch: DataProto) -> dict[str, float]:
         """Train the critic, then, after ``critic.num_warmup_steps``, the policy; returns ``critic/*`` and ``actor/*``.
 
-        ``batch.meta_info["version"]`` is the number of steps the policy has been trained.
+        ``batch.meta_info["version"]`` is the number of steps the policy has been trained. With
+        ``algorithm.old_logprobs=recompute`` and a single epoch, the column ``old_logprobs`` may be missing if
+        ``meta_info[MEASURES_ITSELF]`` is true.
         """
         ...
 

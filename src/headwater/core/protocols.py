@@ -9,7 +9,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from headwater.core.capabilities import ALL_TAGS, ALL_UPDATE_MODES, Capabilities, EngineStatus, MemoryTag, UpdateMode
 from headwater.core.errors import RolloutFailed
@@ -233,9 +233,9 @@ async def generate_aloud(engine: EpisodeEngine, request: ModelRequest) -> ModelR
     )
 
 
-@runtime_checkable
 class JointEngine(Protocol):
-    """An engine that takes many requests in one call, so that its next batch has all of them."""
+    """An engine that takes many requests in one call, so that its next batch has all of them
+    (``Capabilities.joint_start``)."""
 
     def begin(
         self, requests: Sequence[ModelRequest], answers: Sequence[asyncio.Future[ModelResponse]]
@@ -303,7 +303,7 @@ class EpisodeState:
         self._began = time.monotonic()
         self.seconds: dict[str, float] = {}
         """Time by kind of work: ``generating``, ``calling_tools`` and so on, and, once it has ended, ``total``."""
-        self.begin_late: Callable[[], None] = _is_not_awaited
+        self.begin_late: Callable[[], None] = is_not_awaited
         """Called by an episode that cannot send its first request soon, so that others do not wait for it."""
 
     def doing(self, what: str, stage: EpisodeStage = "working") -> EpisodeActivity:
@@ -329,7 +329,7 @@ class EpisodeState:
         return stage, what, time.monotonic() - began
 
 
-def _is_not_awaited() -> None:
+def is_not_awaited() -> None:
     """No other episode waits for this one."""
 
 

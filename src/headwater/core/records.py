@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import compress
+from itertools import accumulate, chain, compress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwater.core.media import Media
@@ -298,3 +298,25 @@ class Trajectory:
     @property
     def response_tokens(self) -> tuple[int, ...]:
         return self.tokens[self.prompt_length :]
+
+
+def make_arrays(trajectories: Sequence[Trajectory]) -> None:
+    """Make the ``arrays`` of all trajectories that have none. Many short ones take a fraction of the time together."""
+    import numpy as np
+
+    new = [each for each in trajectories if each._arrays is None]
+    ends = list(accumulate(len(each.tokens) for each in new))
+    if not new:
+        return
+
+    def joined(columns: Iterable[Iterable[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+        return np.fromiter(chain.from_iterable(columns), dtype, ends[-1])
+
+    tokens = joined((each.tokens for each in new), np.int64)
+    loss_mask = joined((each.loss_mask for each in new), np.bool_)
+    logprobs = joined((each.logprobs for each in new), np.float64)
+    versions = joined((each.versions for each in new), np.int64)
+    for each, start, end in zip(new, (0, *ends), ends, strict=False):
+        part = slice(start, end)
+        made = TokenArrays(tokens[part], loss_mask[part], logprobs[part], versions[part])
+        object.__setattr__(each, "_arrays", made)

@@ -119,7 +119,7 @@ def similar_path(path: Path) -> str:
     """``; did you mean ...?`` with the entry of its folder that has the most similar name; empty if there is none."""
     folder = path.expanduser().parent
     try:
-        names = [entry.name for entry in folder.iterdir()]
+        names = [entry.name for entry in folder.iterdir() if entry.name != path.name]
     except OSError:
         return ""
     matches = difflib.get_close_matches(path.name, names, n=1)

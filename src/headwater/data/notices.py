@@ -111,7 +111,11 @@ def _unread_columns(prompts: Sequence[Prompt], reads_column: Callable[[str], boo
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     unread = [name for name in names if name not in _NOT_MISSED and not reads_column(name)]
     if unread:
-        yield Notice(
-            f"columns {', '.join(unread)}",
-            "nothing reads them; a reward function that has parameters of these names receives them",
-        )
+        text = "nothing reads them; a reward function that has parameters of these names receives them"
+        if all(prompt.ground_truth is None for prompt in prompts):
+            text += (
+                ". No row has a ground_truth, so a reward function receives None; if one of these columns has it, "
+                "rename it, or give the source a name: data.train=mine data.sources.mine.source=FILE "
+                f"data.sources.mine.columns.ground_truth={unread[0]}"
+            )
+        yield Notice(f"columns {', '.join(unread)}", text)

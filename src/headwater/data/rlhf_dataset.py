@@ -264,12 +264,13 @@ def _open_all(
         num_rows = config.num_train_rows if split == "train" else config.num_eval_rows
     others = [SourceSettings.of(name, config) for name in (*config.train, *config.eval)]
     labels = task_labels(each.source for each in (*given, *others))
-    if config.task_args and not labels:
-        raise DataError(f"data.task_args = {dict(config.task_args)!r}: no data source is a task; leave it out")
-    return [
+    stores = [
         open_source(each, split=split, num_rows=num_rows, seed=seed, task_args=config.task_args, labels=labels)
         for each in given
     ]
+    if config.task_args and not labels:  # after opening, which reports a task whose name is misspelled
+        raise DataError(f"data.task_args = {dict(config.task_args)!r}: no data source is a task; leave it out")
+    return stores
 
 
 def _unique_names(names: Iterable[str]) -> list[str]:

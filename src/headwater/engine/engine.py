@@ -156,6 +156,7 @@ class Engine:
         """The given config, with the values that the engine chose filled in."""
         self.tokenizer = tokenizer
         self._model = model
+        self._dtype = dtype_name(model.parameters())  # asked for in every update of the weights
         self._media: MediaReader | None = None
         if processor is not None:
             tower = make_tower(model, processor)
@@ -420,8 +421,9 @@ class Engine:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             discards_weights=self._weights.keeps_addresses and self._weights.is_on_gpu,
-            dtype=dtype_name(self._model.parameters()),
+            dtype=self._dtype,
             rounds=True,
+            joint_start=True,
             adapters=self.config.adapter_rank > 0,
             media=self._media is not None,
             features=FEATURES,

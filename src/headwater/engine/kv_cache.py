@@ -6,11 +6,13 @@ import math
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
 from headwater.engine.model_spec import ModelSpec
+from headwater.engine.rows import upload
 from headwater.engine.virtual_memory import AddressRange
 from headwater.models.device import available_ram as available_ram
 from headwater.models.device import free_bytes as free_bytes
@@ -124,17 +126,26 @@ class KVCache:
         broken = self._broken[pages.numpy()]
         return torch.from_numpy(broken) if broken.any() else None
 
-    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+    def copy_pages(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
         """Copy the contents of the pages ``sources`` to the pages ``targets`` (copy-on-write).
 
-        Pages are copied in slices: a thousand samples that start together would need gigabytes at once. A page may be
-        a source first and a target later, so the order matters.
+        A page may be a source first and a target later, if its prompt has left the cache in between.
         """
+        if self.has_broken:
+            self._broken[targets] = self._broken[sources]
+        both = upload(torch.from_numpy(np.stack([sources, targets])), self.spec.device)
+        if self.heads_first and not np.isin(targets, sources).any():
+            from headwater.engine.kernels.page_copy import copy_pages  # Triton needs a GPU
+
+            copy_pages(self._storage, *both)
+        else:
+            self._copy_in_slices(*both)
+
+    def _copy_in_slices(self, sources: Tensor, targets: Tensor) -> None:
+        """In the given order. A thousand samples that start together would need gigabytes at once."""
         num_slice = max(1, _PAGE_COPY_BYTES // (self.spec.kv_bytes_per_token * self.page_tokens))
         for source, target in zip(torch.split(sources, num_slice), torch.split(targets, num_slice), strict=True):
             self._storage[:, :, target] = self._storage[:, :, source]
-        if self.has_broken:
-            self._broken[targets.numpy()] = self._broken[sources.numpy()]
 
     def free(self) -> None:
         """Release the memory. The contents are lost."""

@@ -422,6 +422,15 @@ class EngineLoop:
             for sequence in refused:  # last: a caller that hears of its end finds its row free
                 self._end_with(sequence, error)
 
+    def _free(self, rows: Sequence[int], sequences: Iterable[EngineSequence]) -> None:
+        """Stop the rows of sequences that have left the scheduler. If the device fails, only this can tell them."""
+        try:
+            self.runner.rows.kill(rows)
+        except Exception as error:
+            for sequence in sequences:
+                self._end_with(sequence, error)
+            raise
+
     def _refuse_media(self, failed: MediaFailed) -> None:
         """Fail the requests whose media cannot be computed. All others begin again, because their batch is lost."""
         self._read_all()
@@ -459,7 +468,7 @@ class EngineLoop:
         sequence = self.scheduler.lanes.sequence[lane]
         assert sequence is not None
         if sequence.has_stopped:
-            self.runner.rows.kill([self.scheduler.end(lane, may_go_on=True)])
+            self._free([self.scheduler.end(lane, may_go_on=True)], [sequence])
             self._end(sequence, "stop")
         else:
             sequence.stream()
@@ -485,7 +494,7 @@ class EngineLoop:
                 scheduler.lanes.collect(int(lane))
                 rows.append(scheduler.end(int(lane), may_go_on=False))
                 ended.append(sequence)
-        self.runner.rows.kill(rows)
+        self._free(rows, ended)
         ended += scheduler.take_waiting(wanted)
         ended += self._scoring.take_out(wanted) if self._scoring.waiting else []
         ended += self._unread.take_out(wanted)

@@ -28,9 +28,10 @@ _CPU_TOWER_NUMBERS, _GPU_TOWER_NUMBERS = 8 * 2**20, 80 * 2**20
 these are the pictures of one batch of prompts: 34 of 512 tokens."""
 _AHEAD_TOKENS = 4096
 """How many tokens pictures must have to be computed before their requests have entered: eight pictures of 512."""
-GPU_MEDIA_BYTES = CACHE_BYTES + 36 * _GPU_TOWER_NUMBERS
-"""Device memory to leave for media: the cache, and the pass of a tower over one batch. In half precision, a layer of
-Qwen2.5-VL's tower needs about 30 bytes for every number of the pictures."""
+GPU_TOWER_BYTES = 36 * _GPU_TOWER_NUMBERS
+"""Device memory to leave for the pass of a tower over one batch. In half precision, a layer of Qwen2.5-VL's tower needs
+about 30 bytes for every number of the pictures."""
+GPU_MEDIA_BYTES = CACHE_BYTES + GPU_TOWER_BYTES
 
 
 @dataclass(frozen=True)

@@ -185,11 +185,17 @@ class MediaReader:
 
         Raises ``MediaFailed``.
         """
-        futures = {each.digest: self._urgent.submit(self.processor.inputs, each) for each in contents}
+        # The engine's thread calls this. It must not wait for a turn beside the threads that read new pictures.
+        kept = {each.digest: self.processor.kept(each) for each in contents}
+        futures = {
+            each.digest: self._urgent.submit(self.processor.inputs, each)
+            for each in contents
+            if kept[each.digest] is None
+        }
         failures = {digest: error for digest, each in futures.items() if (error := each.exception()) is not None}
         if failures:
             raise MediaFailed({digest: _unreadable(error) for digest, error in failures.items()})
-        return {digest: each.result() for digest, each in futures.items()}
+        return {digest: inputs or futures[digest].result() for digest, inputs in kept.items()}
 
     def close(self) -> None:
         for threads in (self._threads, self._urgent):

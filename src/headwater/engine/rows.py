@@ -19,6 +19,9 @@ from torch import Tensor
 from headwater.engine.plans import MAX_STOP_IDS, NewRow
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds
 
+_ALIGNED_ROWS = 64
+"""Columns that share memory begin at multiples of this many values, as if they had been allocated separately."""
+
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Copy a small host tensor to ``device``. On a CPU it is returned unchanged."""
@@ -102,24 +105,22 @@ class DecodeRows:
         self.capacity = capacity
         self.device = device
         self.last_tokens = zeros(capacity)
-        self.positions = zeros(capacity)
-        self.rotary_shift = zeros(capacity)
-        """Added to the positions of models whose media have grids. Other models do not read it."""
         self.slots = zeros(capacity)
-        self.context_lens = zeros(capacity, dtype=torch.int32)
-        self.num_generated = zeros(capacity, dtype=torch.int32)
-        self.max_new = zeros(capacity, dtype=torch.int32)
-        self.min_new = zeros(capacity, dtype=torch.int32)
+        # What a new row sets is written together: one operation for each type.
+        width = -(-capacity // _ALIGNED_ROWS) * _ALIGNED_ROWS
+        self._longs = zeros(4, width)
+        self._ints = zeros(4, width, dtype=torch.int32)
+        self._floats = zeros(3, width, dtype=torch.float32)
+        self.positions, self.rotary_shift, self.keys, self.top_k = torch.unbind(self._longs[:, :capacity])
+        """``rotary_shift`` is added to the positions of models whose media have grids. Other models do not read it."""
+        self.context_lens, self.num_generated, self.max_new, self.min_new = torch.unbind(self._ints[:, :capacity])
+        self.temperature, self.top_p, self.min_p = torch.unbind(self._floats[:, :capacity])
+        self.top_p += 1
         self.alive = zeros(capacity, dtype=torch.bool)
         self.stop_ids = zeros(capacity, MAX_STOP_IDS) - 1
         self.early_stop_ids = zeros(capacity, MAX_STOP_IDS) - 1
         """All stop tokens of the rows that have a minimum length. Its width is that of the longest list so far."""
         self.page_table = zeros(capacity, max_pages, dtype=torch.int32)
-        self.keys = zeros(capacity)
-        self.temperature = zeros(capacity, dtype=torch.float32)
-        self.top_k = zeros(capacity)
-        self.top_p = zeros(capacity, dtype=torch.float32) + 1
-        self.min_p = zeros(capacity, dtype=torch.float32)
         self.cut_rows = zeros(capacity)
         """The rows whose distribution is truncated, for CUDA graphs, which read it here."""
         self.step = zeros(1, dtype=torch.int32)
@@ -128,26 +129,32 @@ class DecodeRows:
 
     def admit(self, new: Sequence[NewRow]) -> Tensor:
         """Initialise rows whose prompts have just been computed. Their first token has not been sampled yet."""
-        rows = self._tensor([each.row for each in new])
-        columns: list[tuple[Tensor, list[float] | list[int]]] = [
-            (self.positions, [each.num_tokens - 1 for each in new]),
-            (self.rotary_shift, [each.rotary_shift for each in new]),
-            (self.context_lens, [each.num_tokens for each in new]),
-            (self.num_generated, [each.num_generated for each in new]),
-            (self.max_new, [each.sampling.max_new_tokens for each in new]),
-            (self.min_new, [each.sampling.min_new_tokens for each in new]),
-            (self.keys, [each.rng_key for each in new]),
-            (self.temperature, [each.sampling.temperature for each in new]),
-            (self.top_k, [each.sampling.top_k for each in new]),
-            (self.top_p, [each.sampling.top_p for each in new]),
-            (self.min_p, [each.sampling.min_p for each in new]),
+        settings = [each.sampling for each in new]
+        longs = [
+            [each.row for each in new],
+            [each.num_tokens - 1 for each in new],
+            [each.rotary_shift for each in new],
+            [each.rng_key for each in new],
+            [each.top_k for each in settings],
+            [each.num_tokens for each in new],
+            [each.num_generated for each in new],
+            [each.max_new_tokens for each in settings],
+            [each.min_new_tokens for each in settings],
         ]
-        for column, values in columns:
-            column[rows] = self._tensor(values, column.dtype)
-        self._set_lists(self.stop_ids, rows, [each.stop_ids for each in new])
+        floats = [[each.temperature, each.top_p, each.min_p] for each in settings]
+        stops = _filled([each.stop_ids for each in new], self.stop_ids.shape[1])
+        # Two copies to the device for all columns. Every operation of torch lets another thread take the interpreter.
+        whole = upload(torch.from_numpy(np.concatenate([np.array(longs, np.int64), stops.T])), self.device)
+        parts = upload(torch.from_numpy(np.array(floats, np.float32).T.copy()), self.device)
+        rows = whole[0]
+        self._longs[:, rows] = whole[1:5]
+        self._ints[:, rows] = whole[5:9].to(torch.int32)
+        self._floats[:, rows] = parts
+        self.stop_ids[rows] = whole[9:].T
         if any(each.sampling.min_new_tokens for each in new):
             self._forbid_early(rows, [each.stop_ids if each.sampling.min_new_tokens else () for each in new])
-        self.alive[rows] = True
+        # Assigning a number to ``self.alive[rows]`` would copy it from ordinary memory, which waits for the device.
+        self.alive.index_fill_(0, rows, True)
         return rows
 
     def set_pages(self, rows: np.ndarray, columns: np.ndarray, pages: np.ndarray) -> None:
@@ -164,9 +171,8 @@ class DecodeRows:
         """Stop generating for these rows."""
         if rows:
             index = self._tensor(list(rows))
-            self.alive[index] = False
-            self.slots[index] = 0
-            self.context_lens[index] = 0
+            for column, value in ((self.alive, False), (self.slots, 0), (self.context_lens, 0)):
+                column.index_fill_(0, index, value)
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the state of ``sources`` to ``targets`` and stop the source rows."""
@@ -237,36 +243,31 @@ class DecodeRows:
         self._set_lists(self.early_stop_ids, rows, lists)
 
     def _set_lists(self, table: Tensor, rows: Tensor, lists: Sequence[Sequence[int]]) -> None:
-        """Write each list to its row, cut to the width of the table and padded with -1."""
-        width = table.shape[1]
-        values = np.full((len(lists), width), -1, np.int64)
-        if all(each is lists[0] for each in lists):  # usually the end tokens of the model
-            values[:, : len(lists[0])] = lists[0][:width]
-        else:
-            for place, each in enumerate(lists):
-                values[place, : len(each)] = each[:width]
-        table[rows] = upload(torch.from_numpy(values), self.device)
+        table[rows] = upload(torch.from_numpy(_filled(lists, table.shape[1])), self.device)
 
     def _state(self) -> tuple[Tensor, ...]:
         return (
             self.last_tokens,
-            self.positions,
-            self.rotary_shift,
             self.slots,
-            self.context_lens,
-            self.num_generated,
-            self.max_new,
-            self.min_new,
+            self._longs.T,
+            self._ints.T,
+            self._floats.T,
             self.alive,
             self.stop_ids,
             self.early_stop_ids,
             self.page_table,
-            self.keys,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
         )
 
-    def _tensor(self, values: list[float] | list[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return upload(torch.tensor(values, dtype=dtype), self.device)
+    def _tensor(self, values: list[int]) -> Tensor:
+        return upload(torch.tensor(values, dtype=torch.int64), self.device)
+
+
+def _filled(lists: Sequence[Sequence[int]], width: int) -> NDArray[np.int64]:
+    """``[lists, width]``: each list, cut to the width and padded with -1."""
+    values = np.full((len(lists), width), -1, np.int64)
+    if all(each is lists[0] for each in lists):  # usually the end tokens of the model
+        values[:, : len(lists[0])] = lists[0][:width]
+    else:
+        for place, each in enumerate(lists):
+            values[place, : len(each)] = each[:width]
+    return values

@@ -22,13 +22,12 @@ from headwater.engine.media import Tower
 from headwater.engine.runners.decoder import CpuOps, DecoderOps, Projection
 from headwater.models.upload import upload
 from headwater.models.vision import MediaFeatures, VisionProcessor, VisionTower
+from headwater.models.vision.architecture import GATED_ALIGNMENT
 from headwater.models.vision.attention import attend_within
 from headwater.models.vision.grids import GridShape, PatchLayout
 from headwater.models.vision.qwen import QwenFamily, kind_of, patches_of
 
 _PACKED = ("qwen2_5_vl", "qwen3_vl")
-_ALIGNMENT = 64
-"""Widths of products. Qwen2.5-VL's tower has a width of 3420, for which cuBLAS has no fast kernels."""
 
 
 def make_tower(model: Any, processor: VisionProcessor) -> Tower:
@@ -239,7 +238,7 @@ def _rotate(heads: Tensor, tables: _Pass, num_rotated: int) -> None:
 
 
 def _padded_width(mlp: Any) -> int:
-    return int(-(-mlp.gate_proj.out_features // _ALIGNMENT) * _ALIGNMENT)
+    return int(-(-mlp.gate_proj.out_features // GATED_ALIGNMENT) * GATED_ALIGNMENT)
 
 
 def _copied(mlp: Any) -> _GatedWeights:

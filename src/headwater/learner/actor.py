@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from headwater.algorithms.corrections import Correction, CorrectionFunction, CorrectionInputs, combine
 from headwater.algorithms.kl import kl_penalty
-from headwater.algorithms.masked import required
+from headwater.algorithms.masked import StepTotals, required
 from headwater.algorithms.policy_losses import PolicyLoss, PolicyLossInputs
 from headwater.algorithms.proximal import loglinear
 from headwater.config.schema import AlgorithmConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import MissingColumn, RunError
+from headwater.core.learner import MEASURES_ITSELF
 from headwater.learner.engine import TrainEngine, minibatches
 from headwater.learner.step_sums import mean_stats
 
@@ -23,6 +25,8 @@ _PADDED = "pad_trajectories gives it"
 _KEPT = "correction/kept_fraction"
 
 PolicyLossFunction = Callable[[PolicyLossInputs], PolicyLoss]
+
+_Work = tuple[DataProto, StepTotals]
 
 
 class Actor:
@@ -48,18 +52,37 @@ class Actor:
         self._algorithm = algorithm
         self._loss_width = loss_width
         self._corrections = corrections or {}
-        # Otherwise the trainer compares all rows before the update.
-        self._compares = algorithm.old_logprobs in ("rollout", "loglinear")
+        # With several epochs the rows of the first optimiser step are trained again, so the trainer computes all.
+        self._reuses = algorithm.old_logprobs == "recompute" and engine.config.num_epochs == 1
 
     def update(self, experience: DataProto) -> dict[str, float]:
-        """Train on ``experience`` and return statistics, averaged over the optimiser steps."""
+        """Train on ``experience`` and return statistics, averaged over the optimiser steps.
+
+        With ``algorithm.old_logprobs=recompute``, ``old_logprobs`` may be missing if the batch asks for it
+        (``MEASURES_ITSELF``).
+        """
         if not self.engine.totals(experience).num_tokens and "correction_weights" not in experience.batch:
             raise RunError("no token of the batch is trained: every loss_mask is 0; check the workflow")
-        steps: list[dict[str, float] | None] = []
-        for minibatch in minibatches(experience, self.engine.config):
+        is_measured_here = self._measures(experience)
+        # Otherwise the trainer has compared all rows.
+        compares = is_measured_here or self._algorithm.old_logprobs in ("rollout", "loglinear")
+        work: Iterable[_Work] = self._work(experience)
+        if is_measured_here:
+            work = self._measured(list(work))
+        steps: list[dict[str, float]] = []
+        for minibatch, totals in work:
             # Before the first optimiser step the policy is still the one of the batch's version.
-            steps.append(self._step(minibatch, compares_rollouts=self._compares and not any(steps)))
-        stats = mean_stats([stats for stats in steps if stats is not None])
+            compares_now = compares and not steps and "rollout_logprobs" in minibatch.batch
+            steps.append(
+                self.engine.train_step(
+                    minibatch,
+                    self.token_losses,
+                    aggregation=self._algorithm.aggregation,
+                    totals=totals,
+                    compares_rollouts=compares_now,
+                )
+            )
+        stats = mean_stats(steps)
         if stats.get(_KEPT) == 0:
             raise RunError(
                 f"algorithm.corrections = {list(self._algorithm.corrections)}: left no token of the step to train on; "
@@ -68,24 +91,36 @@ class Actor:
             )
         return stats
 
-    def _step(self, minibatch: DataProto, *, compares_rollouts: bool) -> dict[str, float] | None:
-        """One optimiser step, or None if no sample has a gradient."""
-        totals = replace(self.engine.totals(minibatch), width=self._loss_width)
-        if not totals.num_tokens:
-            return None
-        if self.engine.config.skip_zero_advantages:
-            informative = ((self._advantages(minibatch) != 0) & (minibatch.batch["response_mask"] != 0)).any(dim=1)
-            if not self.engine.ranks.max(int(informative.sum())):
-                return None
-            if not informative.all():
-                minibatch = minibatch[informative]
-        return self.engine.train_step(
-            minibatch,
-            self.token_losses,
-            aggregation=self._algorithm.aggregation,
-            totals=totals,
-            compares_rollouts=compares_rollouts and "rollout_logprobs" in minibatch.batch,
-        )
+    def _work(self, experience: DataProto) -> Iterator[_Work]:
+        """Of every optimiser step, the rows that have a gradient and the counts of its whole mini-batch."""
+        for minibatch in minibatches(experience, self.engine.config):
+            totals = replace(self.engine.totals(minibatch), width=self._loss_width)
+            if not totals.num_tokens:
+                continue
+            if self.engine.config.skip_zero_advantages:
+                informative = ((self._advantages(minibatch) != 0) & (minibatch.batch["response_mask"] != 0)).any(dim=1)
+                if not self.engine.ranks.max(int(informative.sum())):
+                    continue
+                if not informative.all():
+                    minibatch = minibatch[informative]
+            yield minibatch, totals
+
+    def _measures(self, batch: DataProto) -> bool:
+        """Whether the update computes ``old_logprobs`` itself. If it was not asked, a missing column is a mistake."""
+        return self._reuses and batch.meta_info.get(MEASURES_ITSELF, False) and "old_logprobs" not in batch.batch
+
+    def _measured(self, work: Sequence[_Work]) -> list[_Work]:
+        """Add the log-probs of the policy before the update, as ``old_logprobs``, to all optimiser steps but the first.
+
+        The passes of the first step compute its own (``_old_logprobs``). The others stay on the device.
+        """
+        later = [minibatch for minibatch, _ in work[1:]]
+        if not later:
+            return list(work)
+        values = self.engine.compute_on_device(DataProto.concat(later), "logprobs")
+        known = torch.split(values, [len(minibatch) for minibatch in later])
+        rest = zip(work[1:], known, strict=True)
+        return [work[0], *((rows.with_columns({"old_logprobs": old}), totals) for (rows, totals), old in rest)]
 
     def token_losses(self, outputs: Mapping[str, Tensor], batch: DataProto) -> PolicyLoss:
         """The loss of every token before aggregation, from the ``logprobs`` and ``entropy`` in ``outputs``."""
@@ -139,6 +174,8 @@ class Actor:
 
     def _old_logprobs(self, batch: DataProto, logprobs: Tensor) -> Tensor:
         tensors, algorithm = batch.batch, self._algorithm
+        if self._measures(batch):
+            return logprobs  # the first optimiser step: the ratio is 1, and its gradient that of the log-prob
         if algorithm.old_logprobs != "loglinear":
             needed_by = f"algorithm.policy_loss = {algorithm.policy_loss}"
             return required(

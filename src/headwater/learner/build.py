@@ -74,7 +74,7 @@ LearnerBuilder = Callable[[LearnerSpec], Learner]
 
 def build_learner(spec: LearnerSpec) -> LocalLearner:
     """The learner of this process. With several ranks every rank calls it and reads only its shard of each model."""
-    config = with_dtype(spec.config)
+    config = _repeatable(with_dtype(spec.config))
     check_float16(config)
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -96,6 +96,14 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
         reference=_reference(config, engine, spec.reference_path, processors) if uses_reference(config) else None,
         reward_model=_reward_model(config) if config.reward.model else None,
     )
+
+
+def _repeatable(config: Config) -> Config:
+    """With ``run.deterministic``, without joined projections: whether there is room for them when the model is loaded
+    would decide how gradients are rounded."""
+    if not config.run.deterministic:
+        return config
+    return replace(config, learner=replace(config.learner, join_projections=False))
 
 
 def uses_reference(config: Config) -> bool:
@@ -153,12 +161,17 @@ def _critic(config: Config, processors: _Processors) -> Critic:
     return Critic(engine, config.critic, config.algorithm, loss_width=config.rollout.max_new_tokens)
 
 
-_OF_CRITIC = ("num_epochs", "num_minibatches", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm")
+_OF_CRITIC = (
+    *("warmup_fraction", "schedule", "lowest_learning_rate_fraction", "num_epochs", "num_minibatches"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+)
 
 
 def critic_settings(config: Config) -> LearnerConfig:
     """The learner's settings, with those that the critic has itself."""
-    own = {name: value for name in _OF_CRITIC if (value := getattr(config.critic, name)) is not None}
+    own: dict[str, Any] = {name: value for name in _OF_CRITIC if (value := getattr(config.critic, name)) is not None}
+    if config.critic.warmup_fraction is not None:
+        own["num_warmup_steps"] = 0  # the learner's number would take precedence
     return replace(config.learner, learning_rate=config.critic.learning_rate, **own)
 
 

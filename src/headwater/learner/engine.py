@@ -70,6 +70,10 @@ class ForwardEngine:
     _ahead: PicturesAhead | None = None
     graphs: PassGraphs | None = None
     """Computes small packs with few launches; None if the module's passes cannot be recorded."""
+    pass_tokens = 0
+    """Tokens of the largest pass with gradients of the last batch; 0 if there was none."""
+    forward_pass_tokens = 0
+    """The same for passes without gradients."""
 
     def __init__(
         self,
@@ -85,6 +89,7 @@ class ForwardEngine:
         self.config = config
         self.ranks = ranks or Ranks.current(config.context_parallel)
         self.device: torch.device = device or module.model.device
+        self.use_device()
         shard(
             module,
             self.ranks,
@@ -100,26 +105,36 @@ class ForwardEngine:
         self.residency, self.frozen = Residency(self.device), Residency(self.device)
         """Of the parameters that are trained, and of the others, whose copy in main memory stays valid."""
 
-    @torch.no_grad()
+    def use_device(self) -> None:
+        """Make the engine's GPU the current one of this thread, which is where Triton launches kernels."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)
+
     def compute(self, batch: DataProto) -> dict[str, Tensor]:
         """The module's outputs for the trained tokens, each ``[samples, response]``, 0 elsewhere."""
-        results = {name: torch.zeros(token_column(batch, "response_mask").shape) for name in self.module.outputs}
-        computed: list[Tensor] = []
-        places: list[int] = []
+        # All at once: the device is waited for at the end only.
+        names = self.module.outputs
+        return dict(zip(names, self._computed(batch, names).cpu(), strict=True))
+
+    def compute_on_device(self, batch: DataProto, name: str) -> Tensor:
+        """One of the outputs, on the device, which is not waited for."""
+        return self._computed(batch, [name])[0]
+
+    @torch.no_grad()
+    def _computed(self, batch: DataProto, names: Sequence[str]) -> Tensor:
+        """``[names, samples, response]``."""
+        self.use_device()
+        shape, max_tokens = token_column(batch, "response_mask").shape, self.config.forward_tokens
+        results = torch.zeros(len(names), *shape, device=self.device)
         try:
-            width, max_tokens = token_column(batch, "response_mask").shape[1], self.config.forward_tokens
             rows = self._rows(batch, max_tokens, "learner.max_tokens_per_forward_pass")
-            for pack, counts in self.packs(rows, width, max_tokens):
+            for pack, counts in self.packs(rows, shape[1], max_tokens):
                 outputs = self.values(pack)
                 if counts:
-                    computed.append(torch.stack([pack.padded(outputs[name]) for name in results]))
-                    places += pack.rows
+                    values = torch.stack([outputs[name] for name in names])
+                    results[:, pack.batch_rows[pack.row], pack.column] = values.to(results.dtype)
         finally:
             reshard(self.module)
-        if computed:
-            # All at once: the device is waited for at the end only.
-            for name, values in zip(results, torch.cat(computed, dim=1).cpu(), strict=True):
-                results[name][places] = values
         return results
 
     def values(self, pack: Pack) -> Mapping[str, Tensor]:
@@ -186,12 +201,18 @@ class ForwardEngine:
             return packs[number] if number < len(packs) else packs[0] if packs else idle
 
         following: Pack | None = None
+        most_tokens = 0
         for number in range(num_packs):
             # Made one by one: the device computes a pack while the host makes the next one.
             pack = made(number) if following is None else following
             if self._ahead is not None:
                 following = made(number + 1) if number + 1 < num_packs else None
                 self._ahead.read(pack, following)
+            most_tokens = max(most_tokens, len(pack.input_ids))
+            if torch.is_grad_enabled():
+                self.pass_tokens = most_tokens
+            else:
+                self.forward_pass_tokens = most_tokens
             moved = pack.to(self.device)
             yield moved if self.graphs is None else self.graphs.filled(pack, moved), number < len(packs)
 
@@ -252,6 +273,7 @@ class TrainEngine(ForwardEngine):
         super().__init__(module, config, compute_dtype=compute_dtype, ranks=ranks, device=device, weights=weights)
         self._compute_dtype = compute_dtype
         module.kept_logits_bytes = int(config.kept_logits_gib * 2**30)
+        module.keeps_more_logits = config.keep_logits_if_free
         # The optimisers of this engine and of its siblings, which are offloaded together.
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._optimizer = self._make_optimizer(config, num_decay_steps)
@@ -310,6 +332,7 @@ class TrainEngine(ForwardEngine):
         gradient that is not finite is skipped and counted, not applied. ``compares_rollouts`` compares the log-probs
         with the column ``rollout_logprobs``.
         """
+        self.use_device()
         self.residency.changed()
         totals = totals or self.totals(batch)
         if totals.num_tokens == 0:
@@ -332,15 +355,17 @@ class TrainEngine(ForwardEngine):
                     nothing = torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
                     nothing.backward()  # type: ignore[no-untyped-call]
                 collect_gradients(self.module)
+            reshard(self.module)
+            # Queued before the statistics are read, so that both are read together: the host waits once per step.
+            norm = self._optimizer.clip()
+            if self.ranks.count == 1:  # the loss of all ranks is not known yet
+                self._optimizer.queue(sums.loss, norm)
+            statistics, (norm_value,) = sums.read(self.ranks, [norm], has_gap=compares_rollouts)
+            return {**statistics, **self._optimizer.step(statistics["loss"], norm_value)}
         except BaseException:
             self._optimizer.clear()  # a partial gradient must not be added to the next step's
             reshard(self.module)
             raise
-        reshard(self.module)
-        # Queued before the statistics are read, so that both are read together: the host waits once per step.
-        norm = self._optimizer.clip()
-        statistics, (norm_value,) = sums.read(self.ranks, [norm], has_gap=compares_rollouts)
-        return {**statistics, **self._optimizer.step(statistics["loss"], norm_value)}
 
     def _backward(
         self,

@@ -13,15 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
-from headwater.models.capture import capturing
+from headwater.models.capture import capturing, num_pool_bytes
 
 Action = Callable[[], None]
 """Reads and writes tensors whose addresses do not change."""
 
 
 class PassRecorder(Protocol):
-    num_bytes: int
-    """Memory of the device that is held by what was recorded."""
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the device that is held by what was recorded."""
+        ...
 
     def record(self, actions: Sequence[Action]) -> list[Action]:
         """Functions that repeat ``actions``, which are called in this order, one right after the other."""
@@ -51,11 +53,13 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._num_recorded = 0
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return num_pool_bytes(self._pool)
 
     def record(self, actions: Sequence[Action]) -> list[Action]:
         # Kernels are chosen, compiled and loaded here, which is not possible while a graph is recorded. In the first
@@ -64,15 +68,12 @@ class CudaRecorder:
             for action in actions:
                 action()
         graphs = [torch.cuda.CUDAGraph() for _ in actions]
-        before = torch.cuda.memory_reserved(self._device)
         for graph, action in zip(graphs, actions, strict=True):
             with capturing(graph, pool=self._pool, stream=self._stream):
                 action()
             self._pool = graph.pool()
         self._num_recorded += 1
-        self.num_bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return [graph.replay for graph in graphs]
 
     def forget(self) -> None:
         self._pool = None  # a pool without graphs cannot be used again
-        self.num_bytes = 0

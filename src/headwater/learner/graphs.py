@@ -67,6 +67,8 @@ class PassGraphs:
         self._weights = _Weights(module)
         self._is_off = False
         self._num_runs = 0
+        self._largest = 0
+        """The most bytes that one of the recorded passes needs by estimate."""
 
     @classmethod
     def of(cls, module: PackedModule, config: LearnerConfig, num_ranks: int, device: torch.device) -> PassGraphs | None:
@@ -86,6 +88,11 @@ class PassGraphs:
     @property
     def num_kept(self) -> int:
         return len(self._passes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the device that the recorded passes hold, with the gradients that they leave."""
+        return self._recorder.num_bytes + sum(each.nbytes for each in self._gradients.values())
 
     def filled(self, pack: Pack, on_device: Pack) -> Pack:
         """``pack``, filled up; the pack ``on_device`` as it is if it is to be computed without a graph."""
@@ -165,10 +172,13 @@ class PassGraphs:
             self._passes.move_to_end(key)
             return self._passes[key]
         began = time.perf_counter()
-        if self._most_bytes is not None and self._recorder.num_bytes > self._most_bytes:
-            # Passes that are larger than all before them often cannot use their memory. Those that are still needed
-            # are recorded again, with the same numbers.
+        needed = self._num_bytes(pack.shape)
+        held = self._recorder.num_bytes
+        if self._most_bytes is not None and needed > self._largest and held + needed > self._most_bytes:
+            # A pass that is larger than all before it cannot use their memory, but they can use its. Those that are
+            # still needed are recorded again, with the same numbers.
             self._discard()
+        self._largest = max(self._largest, needed)
         if self._module.copies is not None:
             self._module.copies.keeps_memory = True
         if has_gradient:
@@ -192,6 +202,7 @@ class PassGraphs:
 
     def _discard(self) -> None:
         self._passes.clear()
+        self._largest = 0
         self._recorder.forget()
 
     def _num_bytes(self, shape: PassShape) -> int:

@@ -148,6 +148,7 @@ class LocalLearner:
                 self.actor.engine.config,
                 learning_rate=self.config.warm_start.learning_rate,
                 num_warmup_steps=_NUM_SUPERVISED_WARMUP_STEPS,
+                warmup_fraction=0.0,
                 schedule="constant",
             )
             self._supervised = self.actor.engine.sibling(settings)
@@ -354,6 +355,7 @@ class LocalLearner:
         if on_gpu:
             # Kept, because a measurement of one stage may reset the counter.
             peak = self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(engine.device))
+        every = list(self._engines())
         here = RankStatus(engine.ranks.index, socket.gethostname(), os.getpid(), str(engine.device), peak)
         return LearnerStatus(
             num_ranks=engine.ranks.count,
@@ -361,6 +363,9 @@ class LocalLearner:
             num_optimizer_steps=engine.optimizer.num_steps,
             learning_rate=engine.optimizer.learning_rate,
             memory_bytes=torch.cuda.memory_allocated(engine.device) if on_gpu else 0,
+            recorded_bytes=sum(each.graphs.num_bytes for each in every if each.graphs is not None),
+            pass_tokens=max(each.pass_tokens for each in every),
+            forward_pass_tokens=max(each.forward_pass_tokens for each in every),
             ranks=(here,),
         )
 

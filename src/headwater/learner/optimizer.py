@@ -62,20 +62,22 @@ class Optimizer:
         loss_scale: LossScale | None = None,
     ) -> None:
         """``loss_scale`` is the factor of the loss whose gradients ``step`` gets, if it has one."""
-        if config.schedule != "constant" and num_decay_steps < 1:
+        if (config.schedule != "constant" or config.warmup_fraction) and num_decay_steps < 1:
             raise ValueError(
-                f"num_decay_steps = {num_decay_steps}: learner.schedule = {config.schedule} decays until that step, "
-                "including warm-up; pass the number of optimiser steps of the run"
+                f"num_decay_steps = {num_decay_steps}: learner.schedule = {config.schedule} and "
+                f"learner.warmup_fraction = {config.warmup_fraction} depend on it; pass the number of optimiser steps "
+                "of the run"
             )
         self.num_steps = 0
         self.loss_scale = loss_scale
         self._config = config
         self._parameters = list(parameters)
+        num_warmup_steps = config.num_warmup_steps or int(config.warmup_fraction * num_decay_steps)
         self._learning_rate = LearningRate(
             config.learning_rate,
             config.schedule,
-            config.num_warmup_steps,
-            max(0, num_decay_steps - config.num_warmup_steps),
+            num_warmup_steps,
+            max(0, num_decay_steps - num_warmup_steps),
             config.lowest_learning_rate_fraction,
         )
         self._num_bad_steps = 0
@@ -90,6 +92,10 @@ class Optimizer:
         # A streamed optimiser is one optimiser per parameter, each of which has its turn on the device.
         shares = [[each] for each in self._parameters] if self._is_streamed else [self._parameters]
         self.optimizers = [self._adamw(share) for share in shares]
+        # torch's fused kernel can skip a step by a number that is on the device.
+        is_plain = not any(isinstance(each, DTensor) for each in self._parameters)
+        self._can_queue = self._device.type == "cuda" and is_plain and not self._is_streamed and loss_scale is None
+        self._is_queued = False
 
     def _adamw(self, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
         config = self._config
@@ -97,6 +103,7 @@ class Optimizer:
             parameters,
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             fused=parameters[0].device.type == "cuda" or None,
         )
@@ -108,6 +115,37 @@ class Optimizer:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    @torch.no_grad()
+    def queue(self, loss: Tensor, norm: Tensor) -> None:
+        """Let the device apply the gradients if both numbers are finite, before the host knows them, where possible.
+
+        The device then has work while the host reads them. ``step`` follows in any case, with the same numbers.
+        """
+        if not self._can_queue:
+            return
+        is_bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        for optimizer in self.optimizers:
+            optimizer.found_inf = is_bad.float()  # type: ignore[attr-defined]  # as torch's GradScaler does
+        try:
+            self._apply()
+        finally:
+            for optimizer in self.optimizers:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        self._is_queued = True
+
+    def _apply(self) -> None:
+        """One step of AdamW."""
+        self.residency.wait()
+        self.residency.changed()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate
+        if self._streamed is not None:
+            self._streamed.step(self.optimizers)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
+
     def step(self, loss: float, norm: float) -> dict[str, float]:
         """Apply the gradients of ``loss``, which ``clip`` has clipped from ``norm``, and clear them.
 
@@ -116,17 +154,10 @@ class Optimizer:
         """
         scale = self.loss_scale
         stats = {"learning_rate": self.learning_rate, "skipped_steps": 0.0}
+        is_queued, self._is_queued = self._is_queued, False
         if math.isfinite(norm) and math.isfinite(loss):
-            self.residency.wait()
-            self.residency.changed()
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = stats["learning_rate"]
-            if self._streamed is not None:
-                self._streamed.step(self.optimizers)
-            else:
-                for optimizer in self.optimizers:
-                    optimizer.step()
+            if not is_queued:
+                self._apply()
             self.num_steps += 1
             self._num_bad_steps = 0
             stats["grad_norm"] = norm
@@ -196,6 +227,13 @@ class Optimizer:
             torch.cuda.synchronize(self._device)
 
     def clear(self) -> None:
+        """Discard the gradients. A step that is queued is not recalled, so it counts even if ``step`` never followed.
+
+        Whether the device has skipped it is not known then.
+        """
+        if self._is_queued:
+            self._is_queued = False
+            self.num_steps += 1
         for parameter in self._parameters:
             parameter.grad = None
 

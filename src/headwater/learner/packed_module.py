@@ -1,12 +1,13 @@
 """The modules that an engine runs: a transformers decoder on a pack, and outputs computed from its hidden states.
 
 Logits never exist for a whole batch: the output layer is applied to a chunk of tokens at a time. In the backward pass
-it is applied again, unless the logits of the pass were few enough to be kept.
+it is applied again, unless there was enough memory to keep the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor, nn
 from headwater.core.errors import DataError
 from headwater.learner.freeze import vision_modules
 from headwater.learner.packing import Pack, PackMedia
+from headwater.learner.working_copies import WorkingCopies, add_all
+from headwater.models.device import free_for_large_tensors
 from headwater.models.packed_attention import PackedAttention, gather_rows, packed_attention, use_packed_attention
 from headwater.models.precision import has_wide_logits, wide_linear
 
 if TYPE_CHECKING:
     from headwater.learner.context_parallel import ContextGroup
-    from headwater.learner.working_copies import WorkingCopies
     from headwater.models.vision import VisionProcessor, VisionTower
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
@@ -29,6 +31,12 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 25, "cuda": 1 << 29}
 _LOGIT_BYTES = 4
 _KEPT_BYTES = 2 << 30
 """By default, the largest logits of a pass that are kept for its backward pass (``learner.kept_logits_gib``)."""
+
+
+_SPARE_SHARE = 0.1
+"""Of a GPU's memory, which stays free if more logits are kept."""
+USES_LOGIT_KERNELS = True
+"""On CUDA. False compiles the plain functions with torch instead, for a comparison (``benchmarks/train_step.py``)."""
 
 
 class TokenStatistics(NamedTuple):
@@ -54,6 +62,8 @@ class PackedModule(nn.Module):
     """The ranks that compute every pack together with this one, if there are any."""
     kept_logits_bytes: int = _KEPT_BYTES
     """The largest logits of a pass that are kept for its backward pass."""
+    keeps_more_logits: bool = False
+    """Whether logits beyond that are kept on a GPU while it has enough free memory."""
     copies: WorkingCopies | None = None
     """The weights in the type of the passes, if one process converts all of them at once."""
 
@@ -107,7 +117,7 @@ class PackedModule(nn.Module):
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             packed_attention=attention,
-        ).last_hidden_state[0]
+        ).last_hidden_state.squeeze(0)
         return gather_rows(states, pack.predictors)
 
     def _inputs(self, pack: Pack) -> dict[str, Any]:
@@ -182,7 +192,13 @@ class PolicyModule(PackedModule):
     def values_of(self, pack: Pack, hidden: Tensor) -> Mapping[str, Tensor]:
         head = self.model.get_output_embeddings()
         return token_logprobs(
-            hidden, head.weight, head.bias, pack.targets, self._temperature, kept_bytes=self.kept_logits_bytes
+            hidden,
+            head.weight,
+            head.bias,
+            pack.targets,
+            self._temperature,
+            kept_bytes=self.kept_logits_bytes,
+            keeps_more=self.keeps_more_logits,
         )._asdict()
 
 
@@ -210,32 +226,66 @@ def token_logprobs(
     temperature: float,
     *,
     kept_bytes: int = _KEPT_BYTES,
+    keeps_more: bool = False,
 ) -> TokenStatistics:
     """Statistics of every target token and of the distribution over the vocabulary at its position.
 
     ``hidden`` is ``[tokens, hidden size]``. ``weight`` and ``bias`` are those of the output layer. Logits of at most
-    ``kept_bytes`` are kept for the backward pass. Others are computed again there, with the same result.
+    ``kept_bytes`` are kept for the backward pass, and with ``keeps_more`` also those for which a GPU has enough free
+    memory. Others are computed again there, with the same result.
     """
     if bias is None:
         bias = weight.new_zeros(())
-    keeps = torch.is_grad_enabled() and len(targets) * weight.shape[0] * _LOGIT_BYTES <= kept_bytes
-    return TokenStatistics(*_TokenLogprobs.apply(hidden, weight, bias, targets, temperature, keeps))  # type: ignore[no-untyped-call]
+    size = max(1, _CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
+    keeps: Callable[[], bool] = _never
+    if torch.is_grad_enabled():
+        is_small = len(targets) * weight.shape[0] * _LOGIT_BYTES <= kept_bytes
+        keeps = _always if is_small else partial(_has_room, weight, size) if keeps_more else _never
+    return TokenStatistics(*_TokenLogprobs.apply(hidden, weight, bias, targets, temperature, size, keeps))  # type: ignore[no-untyped-call]
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _has_room(weight: Tensor, num_tokens: int) -> bool:
+    """Whether a GPU has enough memory left for the rest of the pass if the present chunk of logits is kept.
+
+    The rest is at most another chunk, its gradient, and the gradient of the output layer in two types. Then the
+    activations of one layer after the other are freed, which a share of the memory leaves time for.
+    """
+    device = weight.device
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return False
+    chunk = num_tokens * weight.shape[0] * _LOGIT_BYTES
+    total = torch.cuda.get_device_properties(device).total_memory
+    return free_for_large_tensors(device) >= 2 * chunk + 8 * weight.numel() + _SPARE_SHARE * total
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, temperature: float, keeps: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        temperature: float,
+        size: int,
+        keeps: Callable[[], bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        size = max(1, _CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
-        statistics = _on(hidden.device, _statistics)
+        statistics, _ = _functions(hidden.device)
         results = []
-        kept: list[Tensor] = []
+        kept: list[Tensor | None] = []
         for part, target in zip(torch.split(hidden, size), torch.split(targets, size), strict=True):
             logits = _logits(part, weight, bias)
             results.append(statistics(logits, target, temperature))
-            if keeps:
-                kept.append(logits)
+            kept.append(logits if keeps() else None)
+            del logits
         logprobs, entropies, squares, normalizers = (torch.cat(each) for each in zip(*results, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, normalizers, *kept)
         ctx.temperature, ctx.size = temperature, size
@@ -246,14 +296,15 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropies, normalizers, *kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        logits_gradient = _on(hidden.device, _logits_gradient)
+        _, logits_gradient = _functions(hidden.device)
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        # Summed over chunks in float32, whatever type the passes compute in.
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        weight_gradient: Tensor | None = None
         bias_gradient = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
         for number, start in enumerate(range(0, len(hidden), ctx.size)):
             chunk = slice(start, start + ctx.size)
-            logits = kept[number] if kept else _logits(hidden[chunk], weight, bias)
+            logits = kept[number]
+            if logits is None:
+                logits = _logits(hidden[chunk], weight, bias)
             gradient = logits_gradient(
                 logits,
                 targets[chunk],
@@ -265,13 +316,12 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             if hidden_gradient is not None:
                 torch.mm(gradient, weight, out=hidden_gradient[chunk])
-            if weight_gradient is not None:
-                if weight.dtype == torch.float32:
-                    weight_gradient.addmm_(gradient.T, hidden[chunk])
-                else:
-                    weight_gradient += gradient.T @ hidden[chunk]
+            if needs_weight:
+                weight_gradient = _plus_product(weight_gradient, gradient.T, hidden[chunk])
             if bias_gradient is not None and bias.ndim:
                 bias_gradient += gradient.sum(dim=0, dtype=torch.float32)
+        if needs_weight and weight_gradient is None:
+            weight_gradient = torch.zeros_like(weight)
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
@@ -279,7 +329,19 @@ class _TokenLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
+
+
+def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """``total + left @ right``, whose sum is float32, whatever type the passes compute in."""
+    if total is None:
+        return left @ right
+    total = total.float()
+    if left.dtype == torch.float32:
+        return total.addmm_(left, right)
+    add_all([total], [left @ right])
+    return total
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -325,16 +387,23 @@ def _logits_gradient(
     return gradient.div_(temperature).to(dtype)
 
 
-_compiled: dict[Any, Any] = {}
+_Functions = tuple[Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]], Callable[..., Tensor]]
 
 
-def _on(device: torch.device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` itself on a CPU. On CUDA it is compiled into a single pass over the logits."""
+def _functions(device: torch.device) -> _Functions:
+    """``_statistics`` and ``_logits_gradient``. On CUDA, kernels that compute each in a single pass over the logits."""
     if device.type != "cuda":
-        return function
-    if function not in _compiled:
-        _compiled[function] = torch.compile(function)
-    compiled = _compiled[function]
+        return _statistics, _logits_gradient
+    if USES_LOGIT_KERNELS:
+        from headwater.learner import logit_kernels  # Triton needs a GPU
+
+        return logit_kernels.statistics, logit_kernels.logits_gradient
+    return _compiled(_statistics), _compiled(_logits_gradient)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function)
 
     def call(*arguments: Any) -> Any:
         # Only the number of tokens varies. A fixed vocabulary size makes the kernels three times as fast.

@@ -140,24 +140,28 @@ def read_rows(batch: DataProto) -> list[PackRow]:
     tokens, trained = input_ids.cpu().numpy(), mask.cpu().numpy() != 0
     prompt_lengths = token_column(batch, "attention_mask")[:, :start].sum(dim=1).tolist()
     media = batch.non_tensor_batch.get(MEDIA_COLUMN)
+    # All rows at once: looking for the trained tokens of each would take most of the time.
+    of_rows, columns = np.nonzero(trained)
+    targets = tokens[of_rows, start + columns]
+    cuts = np.searchsorted(of_rows, np.arange(len(trained) + 1)).tolist()
     rows = []
     for index, prompt_length in enumerate(prompt_lengths):
-        columns = np.flatnonzero(trained[index])
-        if not len(columns):
+        own = slice(cuts[index], cuts[index + 1])
+        if own.start == own.stop:
             continue
         if not prompt_length:
             raise DataError(
                 f"row {index} of the batch has an empty prompt, so no token predicts its first response token"
             )
-        response = tokens[index, start:]
+        last = int(columns[own.stop - 1])
         rows.append(
             PackRow(
                 index,
                 prompt=tokens[index, start - prompt_length : start],
-                response=response[: columns[-1]],
-                columns=columns,
-                targets=response[columns],
-                media=() if media is None else media_before(media[index], prompt_length + int(columns[-1])),
+                response=tokens[index, start : start + last],
+                columns=columns[own],
+                targets=targets[own],
+                media=() if media is None else media_before(media[index], prompt_length + last),
             )
         )
     return rows
@@ -354,8 +358,10 @@ class LossColumns:
     """
 
     def __init__(self, batch: DataProto, device: torch.device) -> None:
-        names = sorted(set(batch.batch.keys()) - _TOKENS)
-        self._tensors = dict(zip(names, upload([batch.batch[name] for name in names], device), strict=True))
+        columns = {name: column for name, column in batch.batch.items() if name not in _TOKENS}
+        away = sorted(name for name, column in columns.items() if column.device.type != device.type)
+        uploaded = upload([columns[name] for name in away], device)
+        self._tensors = {**columns, **dict(zip(away, uploaded, strict=True))}
         self._meta_info = batch.meta_info
 
     def of(self, pack: Pack) -> DataProto:

@@ -29,6 +29,7 @@ from headwater.learner.packed_module import PackedModule
 from headwater.learner.working_copies import WorkingCopies
 from headwater.models.device import free_bytes
 from headwater.models.fused_layers import use_fused_layers
+from headwater.models.joined_layers import join_projections, joined_weights
 from headwater.models.sharded_load import ShardReader
 from headwater.models.wide_layers import widen_layers
 
@@ -147,7 +148,10 @@ def shard(
     uses_kernels = device.type == "cuda" and config.fused_layers and not config.compile
     if uses_kernels:
         use_fused_layers(module.model)
-    has_wide_layers = widen_layers(module.model, compute_dtype, uses_kernels=uses_kernels)
+    # Checkpointed layers keep their inputs, and two tensors would be half as much again.
+    has_wide_layers = widen_layers(
+        module.model, compute_dtype, uses_kernels=uses_kernels, defers=not config.checkpoint_activations
+    )
     layers = module.layers
     for index in range(len(layers)):
         if config.compile:
@@ -161,7 +165,10 @@ def shard(
         return
     is_alone = ranks.count == 1 and config.convert_at_once and weights is None
     if is_alone and has_room_for_copies(module, config, compute_dtype, device, trains=trains):
-        module.copies = WorkingCopies(module, compute_dtype)
+        # Only here: without working copies, the weights would have to be copied together in every pass.
+        if uses_kernels and config.join_projections:
+            join_projections(module.model, compute_dtype, uses_kernels=True)
+        module.copies = WorkingCopies(module, compute_dtype, joined_weights(module))
         return
     mesh = ranks.mesh(device)
     if ranks.num_context > 1:

@@ -56,6 +56,11 @@ class StepSums:
     def add_loss(self, loss: Tensor) -> None:
         self._loss += loss.detach()
 
+    @property
+    def loss(self) -> Tensor:
+        """The loss of this rank's rows so far, on the device."""
+        return self._loss
+
     def add(self, values: Mapping[str, Tensor], mask: Tensor) -> None:
         """Add per-token values, which are reported as means over the tokens of ``mask``."""
         count = mask.sum().double()

@@ -12,7 +12,7 @@ model this takes longer than computing. Here all weights are converted together,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,17 @@ class WorkingCopies:
     """Copies of all floating-point parameters of ``module`` that are not of ``dtype``, which exist only while in use.
 
     The numbers are those of FSDP with a float32 reduction: a pass computes gradients in ``dtype``, and those of several
-    passes are summed in the type of the weights.
+    passes are summed in the type of the weights. Joined projections and CUDA graphs, which FSDP does not have,
+    round differently.
     """
 
     keeps_memory: bool = False
     """Copies that are not used keep their memory, so that their addresses stay the same."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype, neighbours: Iterable[Sequence[nn.Parameter]] = ()
+    ) -> None:
+        """``neighbours`` are weights whose copies are placed one after the other in memory, in this order."""
         self.dtype = dtype
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         """Where each weight is a parameter; a tied weight has several places."""
@@ -39,6 +43,10 @@ class WorkingCopies:
             for name, weight in part._parameters.items():
                 if weight is not None and weight.is_floating_point() and weight.dtype != dtype:
                     self._places.setdefault(weight, []).append((part, name))
+        for group in neighbours:
+            if all(weight in self._places for weight in group):
+                for weight in group:
+                    self._places[weight] = self._places.pop(weight)  # the last one now
         self._copies = {weight: self._copy_of(weight) for weight in self._places}
         """Always the same objects, which have values only while they are used."""
         self._views: list[Tensor] = []
@@ -139,16 +147,27 @@ class WorkingCopies:
         if new:
             torch._foreach_copy_(new, converted)
         if sums:
-            _add_all(sums, added)
+            add_all(sums, added)
         self._ready, self._ready_bytes = [], 0
 
 
-def _add_all(sums: list[Tensor], added: list[Tensor]) -> None:
+def add_all(sums: list[Tensor], added: list[Tensor]) -> None:
     """Add to every sum, with the same bits on every path."""
     pairs = list(zip(sums, added, strict=True))
     if sums[0].is_cuda:
         from headwater.learner import gradient_kernels  # Triton needs a GPU
 
         pairs = [pair for pair in pairs if not gradient_kernels.add_large(*pair)]
-    if pairs:
-        torch._foreach_add_([total for total, _ in pairs], [part for _, part in pairs])
+        add_small(pairs)
+    elif pairs:
+        torch._foreach_add_(sums, added)
+
+
+def add_small(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add to every sum by few kernels. Between different types, torch would launch one for each."""
+    if not pairs:
+        return
+    sums = [total for total, _ in pairs]
+    converted = [torch.empty_like(total) for total in sums]
+    torch._foreach_copy_(converted, [part for _, part in pairs])
+    torch._foreach_add_(sums, converted)

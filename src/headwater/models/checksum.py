@@ -19,6 +19,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,16 @@ PART_BYTES = 8
 """A part of a tensor that is added alone must start at a multiple of this, and end at one or at the tensor's end."""
 
 
+class _Counted(NamedTuple):
+    """The sums of chunks in a row. Those of many tensors are one tensor: each view of it would take time."""
+
+    chunk: int
+    """The number of the first one."""
+    sums: Tensor
+    start: int = 0
+    num_chunks: int = 1
+
+
 class Checksum:
     """The checksum of tensors that come one bucket at a time. Keeps a few numbers per tensor, on its device.
 
@@ -57,8 +68,8 @@ class Checksum:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """Count the tensors as they are, or as they would be in ``dtype``."""
         self._dtype = dtype
-        self._sums: dict[str, list[tuple[int, Tensor]]] = {}
-        """By tensor, numbers of chunks and their sums, as many as chunks in a row."""
+        self._sums: dict[str, list[_Counted]] = {}
+        """By tensor."""
 
     @classmethod
     def merged(cls, parts: Iterable[Mapping[str, Mapping[int, int]]]) -> Checksum:
@@ -66,7 +77,7 @@ class Checksum:
         whole = cls()
         for sums in parts:
             for header, chunks in sums.items():
-                values = [(chunk, torch.tensor(value)) for chunk, value in chunks.items()]
+                values = [_Counted(chunk, torch.tensor(value)) for chunk, value in chunks.items()]
                 whole._sums.setdefault(header, []).extend(values)
         return whole
 
@@ -91,7 +102,7 @@ class Checksum:
         num_bytes = 0
         for header, tensor in tensors:
             self._sums.setdefault(header, [])
-            for piece in _pieces(header, tensor.detach(), self._dtype or tensor.dtype):
+            for piece in _pieces(header, tensor, self._dtype or tensor.dtype):
                 if batch and (num_bytes + piece.num_bytes > _BATCH_BYTES or batch[-1].dtype != piece.dtype):
                     self._count(batch)
                     batch, num_bytes = [], 0
@@ -103,14 +114,14 @@ class Checksum:
     def _count(self, batch: list[_Piece]) -> None:
         sums, start = _batch_sums(batch), 0
         for piece in batch:
-            self._sums[piece.header].append((piece.chunk, sums[start : start + len(piece.words)]))
+            self._sums[piece.header].append(_Counted(piece.chunk, sums, start, len(piece.words)))
             start += len(piece.words)
 
     @torch.no_grad()
     def add_part(self, name: str, shape: tuple[int, ...], start: int, part: Tensor) -> None:
         """Count the elements of a tensor from number ``start``, in the order of memory. See ``PART_BYTES``."""
         sums = self._sums.setdefault(self._header(name, part.dtype, shape), [])
-        sums.extend(_chunk_sums(part.detach(), self._dtype, start))
+        sums.extend(_Counted(chunk, total) for chunk, total in _chunk_sums(part.detach(), self._dtype, start))
 
     def sums(self) -> Sums:
         """The numbers so far. A device is waited for only here, once, when all its work is queued.
@@ -118,13 +129,15 @@ class Checksum:
         One wait for each tensor would take seconds on a GPU on which other processes generate, because each of them
         would wait for its turn.
         """
-        parts = [(header, chunk, part) for header, chunks in self._sums.items() for chunk, part in chunks]
-        numbers = _read([part for _, _, part in parts])
+        counted = {id(part.sums): part.sums for parts in self._sums.values() for part in parts}
+        numbers = dict(zip(counted, _read(list(counted.values())), strict=True))
         sums: Sums = {header: {} for header in self._sums}
-        for (header, first, _), values in zip(parts, numbers, strict=True):
-            for chunk, value in enumerate(values, start=first):
-                # Parts of one chunk are added as the words within a part are: modulo 2**64.
-                sums[header][chunk] = (sums[header].get(chunk, 0) + value + 2**63) % 2**64 - 2**63
+        for header, parts in self._sums.items():
+            for part in parts:
+                values = numbers[id(part.sums)][part.start : part.start + part.num_chunks]
+                for chunk, value in enumerate(values, start=part.chunk):
+                    # Parts of one chunk are added as the words within a part are: modulo 2**64.
+                    sums[header][chunk] = (sums[header].get(chunk, 0) + value + 2**63) % 2**64 - 2**63
         return sums
 
     def text(self) -> str:
@@ -178,7 +191,7 @@ def _pieces(header: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[_Piece]
     flat = tensor.reshape(-1)
     of_chunk, of_piece = _CHUNK_BYTES // dtype.itemsize, _BATCH_BYTES // dtype.itemsize
     for start in range(0, len(flat), of_piece):
-        values = flat[start : start + of_piece]
+        values = flat[start : start + of_piece] if len(flat) > of_piece else flat
         lengths = [min(of_chunk, len(values) - first) for first in range(0, len(values), of_chunk)]
         words = [-(-length * dtype.itemsize // PART_BYTES) for length in lengths]
         yield _Piece(header, start // of_chunk, values, dtype, words)
@@ -190,13 +203,13 @@ def _batch_sums(batch: list[_Piece]) -> Tensor:
     lengths = [length for piece in batch for length in piece.words]
     words = torch.zeros(sum(lengths), dtype=torch.int64, device=device)  # the last word of a piece may have zeros
     room = torch.split(words.view(dtype), [piece.num_bytes // dtype.itemsize for piece in batch])
-    targets = [each[: len(piece.values)] for each, piece in zip(room, batch, strict=True)]
+    pairs = [(each, len(each), len(piece.values)) for each, piece in zip(room, batch, strict=True)]
+    targets = [each if size == wanted else each[:wanted] for each, size, wanted in pairs]
     torch._foreach_copy_(targets, [piece.values for piece in batch])
     folded = words >> _FOLD
     folded &= 2 ** (64 - _FOLD) - 1  # the sign was shifted in
     folded ^= words
-    multipliers = _multipliers(device)
-    folded *= torch.cat([multipliers[:length] for length in lengths], out=words)
+    folded *= torch.cat([_first_multipliers(device, length) for length in lengths], out=words)
     # Sums of parts as differences of running sums, which are exact because integers wrap around.
     ends = torch.tensor(lengths).cumsum(0).sub_(1).to(device, non_blocking=True)
     totals = torch.cumsum(folded, 0, out=words)[ends]
@@ -251,6 +264,12 @@ def _words(chunk: Tensor) -> Tensor:
         padded[:num_bytes] = chunk.view(torch.uint8)
         return padded.view(torch.int64)
     return chunk.view(torch.int64)
+
+
+@lru_cache(maxsize=4096)
+def _first_multipliers(device: torch.device, count: int) -> Tensor:
+    """A view. Tensors have the same few sizes in every update, and making a view takes longer than finding it."""
+    return _multipliers(device)[:count]
 
 
 @lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ import torch
 
 from headwater.config.schema import Config, Dtype
 from headwater.core.errors import ModelError
+from headwater.models.capture import num_graph_bytes
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,
@@ -93,11 +94,23 @@ def available_ram(root: Path = Path("/")) -> int:
 
 def free_bytes(device: torch.device) -> int:
     """Memory of the device that can be allocated."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # Memory that torch has reserved but does not use is available too.
-        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return available_ram()
+    return _free_on_gpu(device) if device.type == "cuda" else available_ram()
+
+
+def free_for_large_tensors(device: torch.device) -> int:
+    """Memory of a GPU that can be allocated, without the unused remains of blocks that other tensors are in."""
+    return _free_on_gpu(device, torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
+
+
+def _free_on_gpu(device: torch.device, num_unusable: int = 0) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    # Unlike the others, this function refuses a device without a number.
+    fraction = torch.cuda.get_per_process_memory_fraction(device.index)
+    allowed = int(fraction * total) - reserved
+    # Memory that torch has reserved but does not use is available too, unless CUDA graphs hold it.
+    unused = reserved - torch.cuda.memory_allocated(device) - num_graph_bytes(device) - num_unusable
+    return max(0, min(int(free), allowed)) + max(0, unused)
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:

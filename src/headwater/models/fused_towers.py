@@ -13,8 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ALIGNMENT = 64
-"""Widths of products."""
+from headwater.models.vision.architecture import GATED_ALIGNMENT
+
 _ACTIVATIONS = ("silu", "swish")
 
 
@@ -43,7 +43,7 @@ def _gated(mlp: Any, hidden_state: Tensor) -> Tensor:
     from liger_kernel.ops import LigerSiLUMulFunction
 
     layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    missing = -mlp.gate_proj.out_features % _ALIGNMENT
+    missing = -mlp.gate_proj.out_features % GATED_ALIGNMENT
     if not missing or any(type(each) is not nn.Linear for each in layers):  # adapters have their own products
         gated: Tensor = LigerSiLUMulFunction.apply(mlp.gate_proj(hidden_state), mlp.up_proj(hidden_state))
         output: Tensor = mlp.down_proj(gated)

@@ -7,7 +7,7 @@ against peaks that were measured on an H200 (``docs/performance.md``).
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,12 @@ from headwater.models.device import resolve_dtype
 from headwater.models.folder import quiet
 from headwater.models.load import read_config
 from headwater.models.source import locate, resolve_model
-from headwater.models.vision.architecture import is_vision, patches_per_token, vision_parameter_names
+from headwater.models.vision.architecture import (
+    GATED_ALIGNMENT,
+    is_vision,
+    patches_per_token,
+    vision_parameter_names,
+)
 
 TRAINED_BYTES, GRADIENT_BYTES, AVERAGES_BYTES = 4, 4, 8
 """Of one trained weight: itself and its gradient in float32, and AdamW's two averages."""
@@ -39,6 +44,66 @@ BUCKET_BYTES = 1 << 29
 
 GRAPHS_SHARE = 0.1
 """Of the device's memory, what the recorded passes of the learner may need at most (``learner.cuda_graphs``)."""
+_COLOURS = 3
+
+
+@dataclass(frozen=True)
+class TowerSize:
+    """Shapes of a vision tower with its projector."""
+
+    num_parameters: int
+    num_blocks: int
+    width: int
+    inner_width: int
+    """Of the layers between two attentions."""
+    patches_per_token: int
+    """Of the decoder."""
+    numbers_per_patch: int
+    copied_width: int = 0
+    """What ``inner_width`` is filled up to in copies of gated layers; 0 if nothing is copied."""
+
+    @classmethod
+    def of(cls, model: Any, names: Collection[str]) -> TowerSize:
+        """``names`` are those of the tower's parameters."""
+        vision = model.config.vision_config
+        frames = getattr(vision, "temporal_patch_size", 1)
+        is_gated = any(name.endswith("mlp.gate_proj.weight") for name in names)
+        inner = int(vision.intermediate_size)
+        filled = -(-inner // GATED_ALIGNMENT) * GATED_ALIGNMENT
+        return cls(
+            num_parameters=sum(each.numel() for name, each in model.named_parameters() if name in names),
+            num_blocks=int(vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers),
+            width=int(vision.hidden_size),
+            inner_width=inner,
+            patches_per_token=patches_per_token(model.config),
+            numbers_per_patch=int(_COLOURS * frames * vision.patch_size**2),
+            copied_width=filled if is_gated else 0,
+        )
+
+    def copied_bytes(self, itemsize: int) -> int:
+        """Copies of the weights of gated layers, in all blocks."""
+        return self.num_blocks * 3 * self.width * self.copied_width * itemsize
+
+    def pass_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """The peak of a pass that keeps nothing: pixels, and the widest place of a block."""
+        inner = max(self.inner_width, self.copied_width)
+        values = 4 * self.width + max(3 * inner, 4 * self.width)
+        return self._pixel_bytes(num_tokens, itemsize) + num_tokens * self.patches_per_token * values * itemsize
+
+    def kept_bytes(self, num_tokens: int, itemsize: int, *, is_checkpointed: bool) -> int:
+        """What a trained tower keeps for its backward pass: pixels, inputs of the blocks or all they compute, and
+        copies of weights that have another width."""
+        block = num_tokens * self.patches_per_token * self.width * itemsize
+        copies = self.copied_bytes(itemsize) if self.copied_width > self.inner_width else 0
+        if is_checkpointed:  # one block at a time is computed again
+            kept = block * (self.num_blocks + _KEPT_PER_TOKEN) + copies // self.num_blocks
+        else:
+            kept = block * self.num_blocks * _KEPT_PER_TOKEN + copies
+        return self._pixel_bytes(num_tokens, itemsize) + kept
+
+    def _pixel_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Pixels are copied to the device in float32 and converted there."""
+        return num_tokens * self.patches_per_token * self.numbers_per_patch * (_WIDE_BYTES + itemsize)
 
 
 @dataclass(frozen=True)
@@ -57,12 +122,15 @@ class ModelSize:
     linear_shapes: tuple[tuple[str, int, int], ...] = ()
     """The last part of the name, input and output size of every linear layer of the decoder, which may have adapters.
     The output layer and a vision tower are not among them."""
-    num_vision_parameters: int = 0
-    """Of a vision tower and its projector. They are root parameters as well."""
-    vision_values: int = 0
-    """Inputs of the tower's blocks, per token of the decoder that stands for a part of a picture."""
+    tower: TowerSize | None = None
+    """Of a vision model. The parameters of the tower are root parameters as well."""
     num_head_parameters: int = 0
     """Of an output layer that is not the same tensor as the embedding."""
+
+    @property
+    def num_vision_parameters(self) -> int:
+        """Of a vision tower and its projector."""
+        return 0 if self.tower is None else self.tower.num_parameters
 
     @property
     def num_scoring_parameters(self) -> int:
@@ -108,8 +176,7 @@ class ModelSize:
                 for name, each in decoder.named_modules()
                 if isinstance(each, nn.Linear) and each is not head
             ),
-            num_vision_parameters=sum(each.numel() for name, each in model.named_parameters() if name in of_vision),
-            vision_values=_vision_values(model.config) if of_vision else 0,
+            tower=TowerSize.of(model, of_vision) if of_vision else None,
             num_head_parameters=0 if head is None or head.weight is embedding else head.weight.numel(),
         )
 
@@ -146,14 +213,12 @@ class ModelSize:
         at_layer = recomputed + gathered + of_weights
         return inputs + max(at_head, at_layer)
 
-    def vision_bytes(self, num_tokens: int, itemsize: int, *, is_checkpointed: bool) -> int:
-        """What a trained vision tower keeps for its backward pass if all ``num_tokens`` stand for pictures."""
-        return num_tokens * self.vision_values * itemsize * (1 if is_checkpointed else _KEPT_PER_TOKEN)
-
-    def forward_bytes(self, num_tokens: int, itemsize: int) -> int:
-        """The peak of a pass without gradients."""
+    def forward_bytes(self, num_tokens: int, itemsize: int, num_picture_tokens: int = 0) -> int:
+        """The peak of a pass without gradients. A vision tower has computed all pictures before the decoder begins."""
         logits = 3 * min(LOGITS_CHUNK_BYTES, num_tokens * self.vocab_size * _WIDE_BYTES)
-        return num_tokens * self._pass_bytes(itemsize) + logits + self.num_root_parameters * itemsize
+        decoder = num_tokens * self._pass_bytes(itemsize) + logits
+        pictures = 0 if self.tower is None else self.tower.pass_bytes(num_picture_tokens, itemsize)
+        return max(decoder, pictures) + self.num_root_parameters * itemsize
 
     def prefill_bytes(self, num_tokens: int, num_rows: int, itemsize: int) -> int:
         """What the engine needs for a pass over prompts, and to sample a token for every row."""
@@ -167,13 +232,6 @@ class ModelSize:
     def decode_bytes(self, num_rows: int) -> int:
         """What the engine's CUDA graphs hold."""
         return num_rows * self.vocab_size * _ROW_BYTES
-
-
-def _vision_values(config: Any) -> int:
-    """Patches of a token, times the width of the tower, times the number of its blocks."""
-    vision = config.vision_config
-    num_blocks = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers
-    return int(patches_per_token(config) * vision.hidden_size * num_blocks)
 
 
 @dataclass(frozen=True)
@@ -196,14 +254,28 @@ class RunSizes:
     """One token in the KV cache."""
     copies: int
     """The trained weights in the type that passes compute in, if all are converted at once."""
+    pictures: int = 0
+    """What the engine of a vision model keeps: features of pictures, and copies of weights of its tower."""
+    tower: int = 0
+    """A pass of the engine's vision tower."""
 
     @classmethod
     def of(
-        cls, config: Config, policy: ModelSize, others: dict[str, ModelSize], num_rows: int, prefill: int
+        cls,
+        config: Config,
+        policy: ModelSize,
+        others: dict[str, ModelSize],
+        num_rows: int,
+        prefill: int,
+        *,
+        features: int = 0,
+        tower: int = 0,
     ) -> RunSizes:
         """``others`` are the critic, the reference and the reward model, by their section of the config.
 
         ``num_rows`` and ``prefill`` are those of the engine: sequences at once, and tokens of a prefill pass.
+        ``features`` and ``tower`` are what it takes if the model is a vision model: bytes of its cache of features, and
+        of a pass of its tower.
         """
         item = resolve_dtype(config.model.dtype, config.model.device).itemsize
         learner, lora = config.learner, config.lora
@@ -233,23 +305,28 @@ class RunSizes:
             passes[others["critic"]] = True
         num_tokens, checkpointed = _tokens_of_step(config), learner.checkpoint_activations
         micro = min(learner.max_tokens_per_microbatch, num_tokens)
-        activations = max(
-            each.activation_bytes(
+
+        def training_bytes(size: ModelSize, *, trains_all: bool) -> int:
+            decoder = size.activation_bytes(
                 micro,
                 item,
                 is_checkpointed=checkpointed,
                 trains_all=trains_all,
                 kept_logits_gib=learner.kept_logits_gib,
             )
-            for each, trains_all in passes.items()
-        )
-        if trains_vision:
-            pictures = min(micro, _prompt_tokens_of_step(config))
-            activations += policy.vision_bytes(pictures, item, is_checkpointed=checkpointed)
+            if size.tower is None:
+                return decoder
+            pictures = min(micro, prompt_tokens_of_step(config))  # as if prompts consisted of pictures
+            if trains_all and "vision" not in learner.freeze:
+                return decoder + size.tower.kept_bytes(pictures, item, is_checkpointed=checkpointed)
+            return max(decoder, size.tower.pass_bytes(pictures, item))
+
+        activations = max(training_bytes(each, trains_all=trains_all) for each, trains_all in passes.items())
         gradients = trained_together * GRADIENT_BYTES
         if _makes_forward_passes(config, others):
             most = min(learner.forward_tokens, num_tokens)
-            forward = max(each.forward_bytes(most, item) for each in (policy, *others.values()))
+            pictures = min(most, prompt_tokens_of_step(config))
+            forward = max(each.forward_bytes(most, item, pictures) for each in (policy, *others.values()))
             activations = max(activations, forward - gradients)
         window = min(trained * AVERAGES_BYTES, max(BUCKET_BYTES, largest * AVERAGES_BYTES) + 2 * BUCKET_BYTES)
         return cls(
@@ -263,17 +340,25 @@ class RunSizes:
             graphs=policy.decode_bytes(num_rows),
             kv_token=policy.kv_values_per_token * item,
             copies=trained_together * item if learner.convert_at_once and item != TRAINED_BYTES else 0,
+            pictures=0 if policy.tower is None else features + policy.tower.copied_bytes(item),
+            tower=0 if policy.tower is None else tower,
         )
+
+    @property
+    def certain(self) -> RunSizes:
+        """The same without what is only estimated, or is used only by some runs."""
+        return replace(self, activations=0, prefill=0, graphs=0, pictures=0, tower=0)
 
 
 def _tokens_of_step(config: Config) -> int:
     """The most tokens that the responses of one step have, with their prompts, each of which counts once if the samples
     share it."""
     num_samples = config.trainer.num_prompts_per_step * config.rollout.num_samples_per_prompt
-    return _prompt_tokens_of_step(config) + num_samples * config.rollout.max_new_tokens
+    return prompt_tokens_of_step(config) + num_samples * config.rollout.max_new_tokens
 
 
-def _prompt_tokens_of_step(config: Config) -> int:
+def prompt_tokens_of_step(config: Config) -> int:
+    """The most tokens that the prompts of one step have."""
     num_samples = 1 if config.learner.share_prompts else config.rollout.num_samples_per_prompt
     return config.trainer.num_prompts_per_step * num_samples * config.data.max_prompt_tokens
 

@@ -313,7 +313,7 @@ def use_packed_attention(model: Any) -> None:
         )
     _check_layers(model)
     _check_logits(model)
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(NAME, attend)
     # A vision tower keeps its attention, which is not causal.
     has_tower = getattr(model.config, "vision_config", None) is not None
     (model.get_decoder() if has_tower else model).set_attn_implementation(NAME)
@@ -346,7 +346,7 @@ def _check_logits(model: Any) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend(
+def attend(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -360,6 +360,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    """What layers call: queries, keys and values are ``[1, heads, tokens, head dim]``."""
     if packed_attention is None:
         raise ModelError(
             f"{module.config.model_type}: its layers do not pass on the arguments of a forward pass, so it cannot be "
@@ -376,11 +377,12 @@ def _attend(
         )
     # Queries and keys that were rotated in float32 are rounded here, once.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    # For transformers a pack is one row of length T: [1, heads, T, head dim].
+    # For transformers a pack is one row of length T: [1, heads, T, head dim]. The gradient of an index would be a copy
+    # in another layout, which the layer before would have to copy back; that of ``squeeze`` is a view.
     output = packed_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window or 0,
     )

@@ -15,9 +15,17 @@ from torch import Tensor, nn
 
 from headwater.models.precision import is_wide
 
+_Stream = Tensor | tuple[Tensor, Tensor]
+"""What a layer passes on: the float32 sum, or the sum and what the next norm has to add to it."""
+_DEFERRING = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose decoder does nothing with the stream between two layers."""
 
-def widen_layers(model: Any, dtype: torch.dtype, *, uses_kernels: bool) -> bool:
-    """Widen the layers of ``model``, which compute in ``dtype``, in place. False if nothing is to be widened."""
+
+def widen_layers(model: Any, dtype: torch.dtype, *, uses_kernels: bool, defers: bool = False) -> bool:
+    """Widen the layers of ``model``, which compute in ``dtype``, in place. False if nothing is to be widened.
+
+    With kernels and ``defers``, the second addition of a layer is left to the first norm of the next one.
+    """
     config = model.config.get_text_config(decoder=True)
     decoder = model.get_decoder()
     has_wide_rotary, has_wide_residual = (is_wide(part, config, dtype) for part in ("rotary", "residual"))
@@ -28,8 +36,9 @@ def widen_layers(model: Any, dtype: torch.dtype, *, uses_kernels: bool) -> bool:
         norms = [each for layer in decoder.layers for each in (layer.input_layernorm, layer.post_attention_layernorm)]
         for norm in (*norms, decoder.norm):
             norm.forward = MethodType(_fused_norm if uses_kernels else plain_norm, norm)
+        forward = _deferring_forward if defers and config.model_type in _DEFERRING else _fused_forward
         for layer in decoder.layers if uses_kernels else ():
-            layer.forward = MethodType(_fused_forward, layer)
+            layer.forward = MethodType(forward, layer)
     return has_wide_rotary or has_wide_residual
 
 
@@ -41,22 +50,28 @@ def plain_norm(norm: Any, hidden_states: Tensor) -> Tensor:
     return (weight.float() * normalised).to(weight.dtype)
 
 
-def _fused_norm(norm: Any, hidden_states: Tensor) -> Tensor:
-    return _add_and_norm(norm, hidden_states, None)[1]
+def _fused_norm(norm: Any, stream: _Stream) -> Tensor:
+    return _add_and_norm(norm, stream)[1]
 
 
 def _fused_forward(layer: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     """The forward pass of a layer, with the first addition in the kernel of the second norm."""
-    residual, normed = _add_and_norm(layer.input_layernorm, hidden_states, None)
+    residual, product = _deferring_forward(layer, hidden_states, **options)
+    return residual + product
+
+
+def _deferring_forward(layer: Any, hidden_states: _Stream, **options: Any) -> tuple[Tensor, Tensor]:
+    """The same without the second addition, which the kernel of the next norm makes."""
+    residual, normed = _add_and_norm(layer.input_layernorm, hidden_states)
     product, _ = layer.self_attn(hidden_states=normed, **options)
-    residual, normed = _add_and_norm(layer.post_attention_layernorm, residual, product)
-    output: Tensor = residual + layer.mlp(normed)
-    return output
+    residual, normed = _add_and_norm(layer.post_attention_layernorm, (residual, product))
+    return residual, layer.mlp(normed)
 
 
-def _add_and_norm(norm: Any, residual: Tensor, product: Tensor | None) -> tuple[Tensor, Tensor]:
+def _add_and_norm(norm: Any, stream: _Stream) -> tuple[Tensor, Tensor]:
     from headwater.models.norm_kernels import add_and_norm  # needs Triton
 
+    residual, product = stream if isinstance(stream, tuple) else (stream, None)
     return add_and_norm(residual, product, norm.weight, norm.variance_epsilon)
 
 

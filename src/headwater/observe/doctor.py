@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import isinf
 from typing import Any
 
@@ -127,7 +127,14 @@ def examine(run: RunDirectory, *, verify: bool = False, most_bytes: int | None =
 
 def _ranks(status: RunStatus) -> tuple[RankStatus, ...]:
     is_alone = [(each.host, each.pid) for each in status.ranks] == [(status.host, status.pid)]
-    return () if is_alone else status.ranks
+    return () if is_alone else tuple(_until_end(each, status) for each in status.ranks)
+
+
+def _until_end(rank: RankStatus, status: RunStatus) -> RankStatus:
+    """With the time in which the run has ended after the rank."""
+    if rank.alive_at is None or status.state == "running":
+        return rank
+    return replace(rank, state=f"{rank.state}; the run ended at most {status.time - rank.alive_at:.1f} s later")
 
 
 def _resume(evidence: Evidence, life: Life) -> str:

@@ -81,13 +81,18 @@ class RunDirectory:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
+    def check_unstarted(self) -> None:
+        """Refuse a folder that is not what a run left that was killed before it wrote its config."""
+        if not self.id_file.is_file() or self.metrics_file.exists() or self.checkpoint_steps():
+            raise RunError(
+                f"{self.path}: exists and is not a run directory (config.yaml is missing); move it away, or set "
+                "another run.name"
+            )
+
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         if not (path / "config.yaml").is_file():
-            raise RunError(
-                f"{path}: not a run directory (config.yaml is missing); give a directory that `headwater train` "
-                f"created, for example runs/quickstart{similar_path(path)}"
-            )
+            raise RunError(f"{path}: not a run directory (config.yaml is missing); {which_run(path)}")
         return cls(path)
 
     @property
@@ -317,6 +322,21 @@ def _parse_again(line: bytes) -> dict[str, Any] | None:
 
 
 _parse_once = lru_cache(maxsize=_NUM_PARSED)(_parse)
+
+
+def which_run(path: Path) -> str:
+    """What to give instead of ``path``, which is not a run directory."""
+    try:
+        runs = [file.parent for file in path.glob("*/config.yaml")]
+    except OSError:
+        runs = []
+    if runs:
+        newest = max(runs, key=lambda run: run.stat().st_mtime)
+        return f"it is a folder of runs; give one of them, for example {newest}"
+    around = [parent for parent in path.parents if (parent / "config.yaml").is_file()]
+    if around:
+        return f"it is a part of a run; give {around[0]}"
+    return f"give a directory that `headwater train` created, for example runs/quickstart{similar_path(path)}"
 
 
 def write_whole(path: Path, text: str) -> None:

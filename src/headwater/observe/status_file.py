@@ -345,6 +345,7 @@ def _rank(content: Mapping[str, Any]) -> RankStatus:
         state=str(content["state"]),
         last_call=str(content["last_call"]),
         is_alive=bool(content["is_alive"]),
+        alive_at=None if content.get("alive_at") is None else float(content["alive_at"]),
     )
 
 

@@ -13,6 +13,7 @@ from headwater.config.schema import Config
 from headwater.core.errors import HeadwaterError
 from headwater.core.registry import nearest
 from headwater.planner.costs import Costs, GenerationCosts, LearnerCosts
+from headwater.trainer.logprob_sources import needs_logprobs_first
 
 GIB = 2**30
 
@@ -230,7 +231,9 @@ class Training:
             is_lora=config.lora.rank > 0,
             has_critic=config.critic.enabled,
             has_reference=algorithm.kl_in_loss > 0 or algorithm.kl_in_reward > 0,
-            recomputes=algorithm.old_logprobs != "rollout",
+            # Where the update measures itself, only the mini-batches after the first one need a pass.
+            recomputes=needs_logprobs_first(config, is_saved=False)
+            or (algorithm.old_logprobs == "recompute" and learner.num_minibatches > 1),
             num_epochs=learner.num_epochs,
             offloads_optimizer=learner.offload_optimizer,
             microbatch_tokens=-(-learner.max_tokens_per_microbatch // learner.context_parallel),

@@ -149,7 +149,8 @@ def _short_run(config: Config, folder: Path) -> Path:
     command = [
         sys.executable, "-m", "headwater", "train", str(recipe), f"run.root={folder}", "run.name=measured",
         "trainer.total_steps=5", "trainer.save_rollouts_every_steps=1", "trainer.checkpoint_every_steps=0",
-        "eval.before=false", "eval.after=false", "eval.every_steps=0",
+        "trainer.checkpoint_every_epochs=0", "trainer.checkpoint_every_minutes=0",
+        "eval.before=false", "eval.after=false", "eval.every_steps=0", "eval.every_epochs=0",
         "rollout.max_staleness=0",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)

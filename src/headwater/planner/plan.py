@@ -22,9 +22,8 @@ from headwater.planner.hardware import (
 from headwater.planner.simulate import Prediction, simulate
 from headwater.planner.workload import Workload
 
-CONTROLLER_EVENTS_PER_S = 10_000
-"""What one core handles in front of 512 servers, with the router and 8,192 episodes in flight: controller_load.json.
-It was measured on a busy machine, so it is a lower bound."""
+CONTROLLER_EVENTS_PER_S = 14_000
+"""What one core handles in front of 512 servers, with the router and 8,192 episodes in flight: controller_load.json."""
 RECEIVE_TOKEN_S = 0.3e-6
 """What receiving a token from a server takes in the same thread: cpu_served_rounds.json, 2.5 ms for 8,192 tokens."""
 RECORD_TOKEN_S = 0.18e-6

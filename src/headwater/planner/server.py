@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
+from headwater.core.capabilities import Capabilities
 from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.planner.costs import GenerationCosts
 
@@ -206,6 +207,8 @@ class SimulatedServer:
 
 class SimulatedFleet:
     """Several servers, and the router's own policy to choose one for each request."""
+
+    capabilities = Capabilities()
 
     def __init__(self, servers: Sequence[SimulatedServer], options: RouterOptions | None = None) -> None:
         self.servers = tuple(servers)

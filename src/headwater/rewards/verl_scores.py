@@ -25,11 +25,12 @@ def default_compute_score(
     memory_limit_mb: Any = None,
     **settings: Any,
 ) -> Any:
-    """The score of the built-in scorer of a data source. Settings of a sandbox service have no effect: the scorer
-    ``code`` uses the sandbox of this machine."""
-    return SCORERS.resolve(scorer_of(data_source))(
-        data_source, solution_str, ground_truth, extra_info or {}, **settings
-    )
+    """The score of the built-in scorer of a data source. Limits of a sandbox service have no effect: ``reward.workers``
+    limits the calls."""
+    scorer = scorer_of(data_source)
+    if sandbox_fusion_url and scorer == "code":
+        settings["sandbox_fusion_url"] = sandbox_fusion_url
+    return SCORERS.resolve(scorer)(data_source, solution_str, ground_truth, extra_info or {}, **settings)
 
 
 def gsm8k_score(

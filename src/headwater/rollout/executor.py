@@ -30,7 +30,7 @@ from headwater.core.interpreter import garbage_put_off
 from headwater.core.protocols import InferenceEngine
 from headwater.core.records import DropKind
 from headwater.rollout.dispatcher import AsyncTaskRunner, BatchTaskDispatcher
-from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
+from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, JointTurns, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
 from headwater.rollout.ledger import Ledger, LedgerCounts
@@ -74,6 +74,7 @@ class WorkflowExecutor:
             num_batches=admission.num_batches,
         )
         self._engine = engine
+        self._joint_turns = JointTurns.of(engine, tasks.loop)
         self._groups = groups
         self._tasks = tasks
         self._timeout_s = timeout_s
@@ -300,7 +301,7 @@ class WorkflowExecutor:
 
     async def _fly(self, flight: Flight) -> Finished | Dropped:
         dispatch, flight.task = flight.dispatch, asyncio.current_task()
-        outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
+        outcome = await self._groups.run(flight, WatchedEngine.maker(self._engine, self._joint_turns, flight))
         self._flights.end(flight)  # not for a cancelled group: it starts again when the run is resumed
         self._num_ended += 1
         if isinstance(outcome, Dropped):

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from headwater.core.errors import RolloutFailed, WaitTimeout
 from headwater.core.protocols import (
@@ -33,6 +33,9 @@ _WATCH_EVERY_S = 1.0
 
 FIRST_REQUEST_LIMIT_S = 120.0
 """How long groups that start together wait for the first request of every episode."""
+
+_MOST_PER_TURN = 2048
+"""The engine does not wait for more requests than this while episodes that begin in the same turn are built."""
 
 VersionRuns = tuple[tuple[int, int], ...]
 """The policy versions of a response: ``(version, number of tokens)``, in the order of the tokens."""
@@ -84,11 +87,12 @@ class JointStart:
     def __init__(self, engine: InferenceEngine, limit_s: float = FIRST_REQUEST_LIMIT_S) -> None:
         """After ``limit_s`` the requests that have arrived enter without the others, and the log says so."""
         self._engine = engine
+        self._joint = _joint_engine(engine)
         self._limit_s = limit_s
-        self.takes_requests = isinstance(engine, JointEngine)
+        self.takes_requests = self._joint is not None
         """Whether ``answer`` may be called: the engine is a ``JointEngine``, and the start is not over."""
         self.is_open = False
-        self._handed_over: list[_HandedOver] = []
+        self._handed_over: list[_FirstRequest] = []
         self._places: dict[Flight, int] = {}
         self._missing: set[tuple[int, int]] = set()
         self._arrived: list[tuple[tuple[int, int], asyncio.Future[None]]] = []
@@ -106,14 +110,14 @@ class JointStart:
         self, flight: Flight, sample: int, request: ModelRequest, activity: EpisodeActivity
     ) -> ModelResponse:
         """The engine's answer to the first request of this episode, which enters with the others."""
-        waiting = _HandedOver(self._key(flight, sample), request, activity, asyncio.get_running_loop().create_future())
+        answer: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
+        waiting = _FirstRequest(request, answer, key=self._key(flight, sample), activity=activity)
         self._handed_over.append(waiting)
         self.announce(flight, sample)
         try:
-            return await waiting.answer
+            return await answer
         except BaseException:
-            if waiting.leave is not None:
-                waiting.leave()
+            waiting.abandon()
             raise
 
     async def enter(self, flight: Flight, sample: int) -> None:
@@ -165,17 +169,10 @@ class JointStart:
         self._handed_over = []
         if not waiting:
             return
-        assert isinstance(self._engine, JointEngine)
+        assert self._joint is not None, "otherwise no request is handed over"
         waiting.sort(key=lambda each: each.key)
-        try:
-            leaving = self._engine.begin([each.request for each in waiting], [each.answer for each in waiting])
-        except BaseException as error:
-            for each in waiting:
-                if not each.answer.done():
-                    each.answer.set_exception(RolloutFailed(f"the engine did not take the request: {error}"))
-            raise
-        for each, leave in zip(waiting, leaving, strict=True):
-            each.leave = leave
+        _begin(self._joint, waiting)
+        for each in waiting:
             each.activity.becomes(GENERATING, "generating")
 
     async def _let_in(self) -> None:
@@ -220,14 +217,87 @@ class JointStart:
 
 @dataclass(eq=False, slots=True)
 class _HandedOver:
-    """A request that waits for the others, and then for the engine's answer."""
+    """A request that enters a ``JointEngine`` with others, and then waits for the answer."""
+
+    request: ModelRequest
+    answer: asyncio.Future[ModelResponse]
+    leave: Callable[[], None] | None = field(default=None, kw_only=True)
+    """Once the engine has the request: ends it early."""
+
+    def abandon(self) -> None:
+        """The caller no longer waits for the answer."""
+        if self.leave is not None:
+            self.leave()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _FirstRequest(_HandedOver):
+    """The first request of an episode that starts with others."""
 
     key: tuple[int, int]
-    request: ModelRequest
     activity: EpisodeActivity
-    answer: asyncio.Future[ModelResponse]
-    leave: Callable[[], None] | None = None
-    """Once the engine has the request: ends it early."""
+
+
+def _joint_engine(engine: InferenceEngine) -> JointEngine | None:
+    return cast(JointEngine, engine) if engine.capabilities.joint_start else None
+
+
+def _begin(engine: JointEngine, waiting: Sequence[_HandedOver]) -> None:
+    """Pass requests on in one call."""
+    try:
+        leaving = engine.begin([each.request for each in waiting], [each.answer for each in waiting])
+    except BaseException as error:
+        for each in waiting:
+            if not each.answer.done():
+                each.answer.set_exception(RolloutFailed(f"the engine did not take the request: {error}"))
+        raise
+    for each, leave in zip(waiting, leaving, strict=True):
+        each.leave = leave
+
+
+class JointTurns:
+    """Lets the requests of one turn of the event loop enter a ``JointEngine`` in one call.
+
+    Many episodes begin in the same turn, or continue in the same turn because their answers have arrived together. If
+    their requests entered one by one, the engine would compute the first few prompts in a separate batch. Every batch
+    has fixed costs on the host, and the trainer's thread waits for the interpreter meanwhile.
+    """
+
+    def __init__(self, engine: JointEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._waiting: list[_HandedOver] = []
+
+    @classmethod
+    def of(cls, engine: InferenceEngine, loop: asyncio.AbstractEventLoop) -> JointTurns | None:
+        """None for an engine that takes requests one by one. ``loop`` runs the episodes."""
+        joint = _joint_engine(engine)
+        return None if joint is None else cls(joint, loop)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether ``agenerate`` may be called here: a workflow may have threads with event loops of their own."""
+        return asyncio.get_running_loop() is self._loop
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        if not self._waiting:
+            self._loop.call_soon(self._hand_over)  # runs after everything that is ready now
+        answer: asyncio.Future[ModelResponse] = self._loop.create_future()
+        waiting = _HandedOver(request, answer)
+        self._waiting.append(waiting)
+        if len(self._waiting) == _MOST_PER_TURN:
+            self._hand_over()
+        try:
+            return await answer
+        except BaseException:
+            waiting.abandon()
+            raise
+
+    def _hand_over(self) -> None:
+        waiting = [each for each in self._waiting if not each.answer.done()]  # a cancelled episode no longer waits
+        self._waiting = []
+        if waiting:
+            _begin(self._engine, waiting)
 
 
 @dataclass(eq=False)
@@ -330,14 +400,15 @@ class WatchedEngine:
     """The engine as one episode sees it. It records the episode's requests in the flight."""
 
     engine: EpisodeEngine
+    turns: JointTurns | None
     flight: Flight
     sample: int
     num_requests: int = 0
 
     @classmethod
-    def maker(cls, engine: EpisodeEngine, flight: Flight) -> Callable[[int], WatchedEngine]:
-        """A function from the number of a sample to its engine."""
-        return lambda sample: cls(engine, flight, sample)
+    def maker(cls, engine: EpisodeEngine, turns: JointTurns | None, flight: Flight) -> Callable[[int], WatchedEngine]:
+        """A function from the number of a sample to its engine. ``turns`` is shared by all episodes of ``engine``."""
+        return lambda sample: cls(engine, turns, flight, sample)
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         flight = self.flight
@@ -363,6 +434,8 @@ class WatchedEngine:
         return response
 
     def _generate(self, request: ModelRequest) -> Awaitable[ModelResponse]:
+        if self.turns is not None and delta_listener.get() is None and self.turns.takes_requests:
+            return self.turns.agenerate(request)
         generating, flight = generate_aloud(self.engine, request), self.flight
         if flight.start is None:
             return generating
@@ -414,6 +487,7 @@ class Flights:
 
     def end(self, flight: Flight) -> None:
         del self._flying[flight.dispatch.id]
+        flight.start = None  # it knows its flights: without this, only garbage collection could free them
 
     def dispatches(self) -> list[Dispatch]:
         return [flight.dispatch for flight in self]

@@ -15,11 +15,12 @@ from typing import Any, Protocol, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import RolloutFailed
 from headwater.core.media import MEDIA_COLUMN, Media, MediaContent
-from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, Trajectory
+from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, TokenArrays, Trajectory, make_arrays
 from headwater.core.tool_calls import ToolFailure
 
 
@@ -252,20 +253,30 @@ def num_replies(trajectory: Trajectory) -> int:
     return int(np.count_nonzero(is_sampled[1:] > is_sampled[:-1]))
 
 
-def num_turns(trajectory: ScoredResponse) -> int:
-    """What the workflow counted, which may include other pieces of the episode, or else ``num_replies``."""
-    noted = trajectory.info.get("num_turns")
-    if isinstance(noted, int):
-        return noted
-    assert isinstance(trajectory, Trajectory), "other records note their turns"
-    return num_replies(trajectory)
+def num_turns(trajectories: Sequence[ScoredResponse]) -> list[int]:
+    """Of each, what the workflow counted, which may include other pieces of the episode, or else ``num_replies``."""
+    others = [each for each in trajectories if not isinstance(each.info.get("num_turns"), int)]
+    replies = iter(_all_num_replies(others) if others else ())
+    return [noted if isinstance(noted := each.info.get("num_turns"), int) else next(replies) for each in trajectories]
+
+
+def _all_num_replies(trajectories: Sequence[ScoredResponse]) -> list[int]:
+    """``num_replies`` of each. Many short trajectories take a fraction of the time together."""
+    versions = [each.arrays.versions for each in trajectories if isinstance(each, Trajectory)]
+    assert len(versions) == len(trajectories), "other records note their turns"
+    starts = np.cumsum([0, *(len(each) for each in versions[:-1])])
+    is_sampled = np.concatenate(versions) != NOT_SAMPLED
+    begins = np.append(False, is_sampled[1:] > is_sampled[:-1])
+    begins[starts] = False  # the token before belongs to another trajectory
+    counts: list[int] = np.add.reduceat(begins, starts, dtype=np.int64).tolist()
+    return counts
 
 
 def episode_metrics(trajectories: Sequence[ScoredResponse]) -> dict[str, float]:
     """The model's turns, and means over trajectories of what their workflow noted in ``info`` about turns and tools
     (docs/agents.md)."""
     infos = [each.info for each in trajectories]
-    turns = [num_turns(each) for each in trajectories]
+    turns = num_turns(trajectories)
     metrics: dict[str, float] = {
         "episode/turns": statistics.fmean(turns),
         "episode/turns_min": min(turns),
@@ -366,28 +377,36 @@ def pad_trajectories(trajectories: Sequence[Trajectory], pad_token_id: int) -> D
     If a trajectory has images or videos, the object column ``media`` has those of every row. Their indices count the
     tokens of the row without padding.
     """
-    prompt_width = max((each.prompt_length for each in trajectories), default=0)
-    response_width = max((1, *(len(each.tokens) - each.prompt_length for each in trajectories)))
-    rows, width = len(trajectories), prompt_width + response_width
-    input_ids = np.full((rows, width), pad_token_id, np.int64)
-    attention_mask = np.zeros((rows, width), np.int64)
-    response_mask = np.zeros((rows, response_width), np.float32)
-    logprobs = np.zeros((rows, response_width), np.float32)
-    versions = np.full((rows, response_width), NOT_SAMPLED, np.int64)
-    rewards = np.zeros((rows, response_width), np.float32)
+    make_arrays(trajectories)
+    prompts = np.array([each.prompt_length for each in trajectories], np.int64)
+    lengths = np.array([len(each.tokens) for each in trajectories], np.int64) - prompts
+    prompt_width, response_width = int(prompts.max(initial=0)), int(lengths.max(initial=1))
+    places = np.arange(-prompt_width, response_width)
+    is_token = (places >= -prompts[:, None]) & (places < lengths[:, None])
+
+    def padded(column: Callable[[TokenArrays], NDArray[Any]], dtype: type[np.generic], fill: int = 0) -> NDArray[Any]:
+        """All trajectories at once: operations on each of many short ones would take most of the time."""
+        values = np.full(is_token.shape, fill, dtype)
+        if trajectories:
+            values[is_token] = np.concatenate([column(each.arrays) for each in trajectories])
+        return values
+
+    input_ids = padded(lambda arrays: arrays.tokens, np.int64, pad_token_id)
+    response_mask, logprobs, versions = (
+        np.ascontiguousarray(each[:, prompt_width:])
+        for each in (
+            padded(lambda arrays: arrays.loss_mask, np.float32),
+            padded(lambda arrays: arrays.logprobs, np.float32),
+            padded(lambda arrays: arrays.versions, np.int64, NOT_SAMPLED),
+        )
+    )
+    rewards = np.zeros_like(response_mask)
+    whole = [0.0 if each.turn_rewards else each.reward for each in trajectories]
+    rewards[np.arange(len(trajectories)), score_columns(trajectories, response_mask)] = whole
     for row, each in enumerate(trajectories):
-        arrays, start, length = each.arrays, each.prompt_length, len(each.tokens) - each.prompt_length
-        columns = slice(prompt_width - start, prompt_width + length)
-        input_ids[row, columns] = arrays.tokens
-        attention_mask[row, columns] = 1
-        response_mask[row, :length] = arrays.loss_mask[start:]
-        logprobs[row, :length] = arrays.logprobs[start:]
-        versions[row, :length] = arrays.versions[start:]
         if each.turn_rewards:
-            rewards[row, [end - start for end in each.turn_ends]] = each.turn_rewards
-        else:
-            rewards[row, score_column(each)] = each.reward
-    attended = torch.from_numpy(attention_mask)
+            rewards[row, [end - each.prompt_length for end in each.turn_ends]] = each.turn_rewards
+    attended = torch.from_numpy(is_token.astype(np.int64))
     return DataProto.from_dict(
         tensors={
             "input_ids": torch.from_numpy(input_ids),
@@ -419,13 +438,13 @@ def _shared_media(trajectories: Sequence[Trajectory]) -> list[Media]:
     return [shared(each.media) for each in trajectories]
 
 
-def score_column(trajectory: Trajectory) -> int:
-    """The response column of a trajectory's reward."""
-    num_tokens = len(trajectory.tokens)
-    return max(0, trajectory.last_trained(0, num_tokens, default=num_tokens - 1) - trajectory.prompt_length)
+def score_columns(trajectories: Sequence[Trajectory], response_mask: NDArray[np.float32]) -> NDArray[np.int64]:
+    """The response column of each trajectory's reward. ``response_mask`` is that of ``pad_trajectories``."""
+    last = response_mask.shape[1] - 1 - (response_mask[:, ::-1] != 0).argmax(axis=1)
+    ends = np.array([len(each.tokens) - each.prompt_length - 1 for each in trajectories], np.int64)
+    return np.where(response_mask.any(axis=1), last, ends.clip(min=0))
 
 
-def add_to_scores(rewards: torch.Tensor, scores: torch.Tensor, trajectories: Sequence[Trajectory]) -> torch.Tensor:
-    """Add one score per trajectory to ``rewards`` ``[samples, response]``, in the column of its reward."""
-    columns = torch.tensor([score_column(each) for each in trajectories])
+def add_to_scores(rewards: torch.Tensor, scores: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Add one score per trajectory to ``rewards`` ``[samples, response]``, in its column of ``score_columns``."""
     return rewards.index_put((torch.arange(len(rewards)), columns), scores.to(rewards.dtype), accumulate=True)

@@ -10,10 +10,10 @@ import inspect
 import itertools
 import logging
 import statistics
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,15 +28,13 @@ from headwater.core.errors import (
     RolloutFailed,
     RunError,
 )
-from headwater.core.protocols import EpisodeEngine, EpisodeInput
+from headwater.core.protocols import EpisodeEngine, EpisodeInput, is_not_awaited
 from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
 from headwater.core.requests import derive_key
 from headwater.rollout.flight import Flight
 from headwater.rollout.group import Dropped, Group, TrajectoryLimits
 from headwater.workflows import Episode, EpisodeRunner
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +153,7 @@ class GroupRunner:
         """The group, or an error that names what failed."""
         prompt = flight.dispatch.draw.prompt
         try:
-            return self._to_group(prompt, await _all_or_first_error(self._episodes(flight, engine_of)))
+            return self._to_group(prompt, await self._run_episodes(flight, engine_of))
         except asyncio.CancelledError as error:
             if flight.has_timed_out:
                 raise RolloutFailed(f"row {prompt.uid}: {_too_slow(flight)}") from error
@@ -173,14 +171,23 @@ class GroupRunner:
         remedy = "; fix it, or set rollout.on_failure=drop to drop and count such rows" if stops else ""
         return RolloutFailed(f"{self._where(prompt)} raised {type(error).__name__}: {error}{remedy}")
 
-    def _episodes(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Iterable[Awaitable[object]]:
-        draw = flight.dispatch.draw
-        for sample in range(self._num_samples):
-            data = EpisodeInput(draw.prompt, sample, derive_key(draw.rng_key, sample))
-            yield self._episode(self._workflow, flight, engine_of(sample), data)
+    async def _run_episodes(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Sequence[object]:
+        """What each episode returned, in order; the greedy episode is the last one."""
+        draw, samples = flight.dispatch.draw, range(self._num_samples)
+        inputs = [EpisodeInput(draw.prompt, sample, derive_key(draw.rng_key, sample)) for sample in samples]
+        episodes = [(self._workflow, data) for data in inputs]
         if self._greedy is not None:
-            data = EpisodeInput(draw.prompt, GREEDY, 0)
-            yield self._episode(self._greedy, flight, engine_of(GREEDY), data)
+            episodes.append((self._greedy, EpisodeInput(draw.prompt, GREEDY, 0)))
+        gathering = _Gathering(len(episodes))
+
+        async def run(place: int, workflow: EpisodeRunner, data: EpisodeInput) -> None:
+            try:
+                gathering.take(place, await self._episode(workflow, flight, engine_of(data.sample), data))
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it is raised where the group waits
+                gathering.fail(error)
+
+        create_task = asyncio.get_running_loop().create_task
+        return await gathering.wait([create_task(run(place, *each)) for place, each in enumerate(episodes)])
 
     async def _episode(
         self, workflow: EpisodeRunner, flight: Flight, engine: EpisodeEngine, data: EpisodeInput
@@ -204,6 +211,7 @@ class GroupRunner:
         finally:
             if flight.start is not None:
                 flight.start.announce(flight, data.sample)
+                state.begin_late = is_not_awaited  # so that the flight and its states do not refer to each other
         return result
 
     def _where(self, prompt: Prompt) -> str:
@@ -293,13 +301,34 @@ def _too_slow(flight: Flight) -> str:
     )
 
 
-async def _all_or_first_error(coroutines: Iterable[Awaitable[T]]) -> list[T]:
-    """Results in order. After the first error, the others are cancelled and awaited, so that none outlives the call."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+class _Gathering:
+    """Collects the results of concurrent tasks. Their caller is woken once: by the last result, or by the first error.
+
+    Like ``asyncio.gather``, which has the event loop call a function at the end of every task.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._results: list[object] = [None] * count
+        self._num_left = count
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, place: int, result: object) -> None:
+        self._results[place] = result
+        self._num_left -= 1
+        if not self._num_left and not self._ended.done():
+            self._ended.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._ended.done():
+            self._ended.set_exception(error)
+
+    async def wait(self, tasks: Sequence[asyncio.Task[None]]) -> Sequence[object]:
+        """Results in order. After the first error, the others are cancelled and awaited, so that none outlives this."""
+        try:
+            await self._ended
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return self._results

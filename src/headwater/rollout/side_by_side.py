@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
 from headwater.rollout.dispatcher import AsyncTaskRunner
-from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, WatchedEngine
+from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, JointTurns, WatchedEngine
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
 
@@ -28,6 +28,7 @@ class SideBySide:
         episode_timeout_s: float,
     ) -> None:
         self._engine = engine
+        self._joint_turns = JointTurns.of(engine, tasks.loop)
         self._groups = groups
         self._tasks = tasks
         self._starting = starting
@@ -81,6 +82,6 @@ class SideBySide:
         flight.task = asyncio.current_task()
         self._flights.begin(flight)
         try:
-            return await self._groups.run(flight, WatchedEngine.maker(self._engine, flight))
+            return await self._groups.run(flight, WatchedEngine.maker(self._engine, self._joint_turns, flight))
         finally:
             self._flights.end(flight)

@@ -46,6 +46,7 @@ def build_app(
     app[native_routes.SOCKETS] = WeakSet()
     app[weight_stream.INCOMING] = weight_stream.IncomingWeights()
     app[sglang_distributed.GROUPS] = {}
+    app[sglang_distributed.OPEN] = []
     app[weight_group.MEMBERSHIP] = weight_group.Membership()
     app.on_shutdown.append(native_routes.close_sockets)
     app.on_cleanup.append(_end_threads)

@@ -165,6 +165,8 @@ class IncomingWeights:
     async def _first(self, reached: Future[None], done: Future[None]) -> None:
         # Shielded by ``wait``: a client that leaves must not cancel an update that the engine is in the middle of.
         copied, ended = asyncio.wrap_future(reached), asyncio.wrap_future(done)
+        # It fails with the update, whose error is raised here. Without this, asyncio would report it as never read.
+        copied.add_done_callback(lambda each: each.cancelled() or each.exception())
         await self._wait(asyncio.wait({copied, ended}, return_when=asyncio.FIRST_COMPLETED))
         if ended.done():
             ended.result()

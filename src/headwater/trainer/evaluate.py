@@ -40,7 +40,7 @@ class ResponseFacts:
     @classmethod
     def of(cls, trajectory: Trajectory) -> ResponseFacts:
         info = {name: value for name, value in trajectory.info.items() if not _is_text(name, value)}
-        info["num_turns"] = num_turns(trajectory)
+        (info["num_turns"],) = num_turns([trajectory])
         is_stopped = trajectory.stop_reason == "stop"
         num_tokens = len(trajectory.tokens) - trajectory.prompt_length
         return cls(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,35 +29,16 @@ from headwater.algorithms.proximal import approximation_metrics
 from headwater.config.schema import Config, NormalizationConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, RunError
-from headwater.core.learner import Learner
+from headwater.core.learner import MEASURES_ITSELF, Learner
 from headwater.core.records import MAX_REWARD, REWARD_RULE, Answer, Trajectory
-from headwater.rollout.group import RolloutBatch, add_to_scores, pad_trajectories, score_column
+from headwater.rollout.group import RolloutBatch, add_to_scores, pad_trajectories, score_columns
+from headwater.trainer.logprob_sources import needs_logprobs_first
 
 LEARNER_LOGPROBS, ENTROPIES = "learner_logprobs", "entropies"
 _SAVED = ("advantages", "returns", "values", "reference_logprobs")
 """The columns of an experience that the files of rollouts contain."""
 
 AdvantageFunction = Callable[[AdvantageInputs], Advantages]
-
-
-_OLD_LOGPROBS = {
-    "rollout": "from the same log-probs",
-    "recompute": "from the learner's, which a forward pass computes before the update",
-    "loglinear": "from an interpolation between these and the learner's",
-    "metrics": "from the learner's, which a forward pass computes before the update and compares with loglinear",
-}
-
-
-def logprob_sources(config: Config) -> str:
-    """Which log-probs a step uses and what computes them, in one line for the start of a run."""
-    algorithm, backend = config.algorithm, config.rollout.backend
-    wanted = {"kl_in_loss": algorithm.kl_in_loss, "kl_in_reward": algorithm.kl_in_reward}
-    uses = " and ".join(f"algorithm.{name}" for name, coefficient in wanted.items() if coefficient > 0)
-    reference = f"the reference model computes those of {uses}" if uses else "no reference model is used"
-    return (
-        f"Log-probs: the engine ({backend}) records those of sampled tokens; updates are measured "
-        f"{_OLD_LOGPROBS[algorithm.old_logprobs]} (algorithm.old_logprobs = {algorithm.old_logprobs}); {reference}"
-    )
 
 
 @dataclass(frozen=True)
@@ -80,11 +62,18 @@ class ExperienceMaker:
     learner: Learner
     pad_token_id: int
 
+    @cached_property
+    def _needs_logprobs(self) -> Mapping[bool, bool]:
+        """Whether a step computes log-probs before its update, by whether it writes a file of rollouts."""
+        return {is_saved: needs_logprobs_first(self.config, is_saved=is_saved) for is_saved in (False, True)}
+
     def make(
         self, batch: RolloutBatch, version: int, join: Callable[[Trajectory], Trajectory] | None = None
     ) -> Experience:
         """Rollouts as a padded batch with ``old_logprobs``, ``advantages`` and ``returns``, ``[samples, response]``.
 
+        ``old_logprobs`` are missing if the update takes them from its own passes (``needs_logprobs_first``), which
+        ``MEASURES_ITSELF`` asks for.
         With a reference model, ``rewards`` contain ``kl_rewards``, the penalty of each token.
         If an episode has several pieces, ``sequence_weights`` ``[samples]`` gives each piece its share of the episode.
         ``version`` is the version of the policy that is trained next. ``join`` adds the score to a trajectory; it is
@@ -92,13 +81,13 @@ class ExperienceMaker:
         """
         data = pad_trajectories(batch.trajectories, self.pad_token_id).with_columns(meta_info={"version": version})
         metrics: dict[str, float] = {}
-        computed = self._compute(batch, data)
+        computed = self._compute(batch, data, version)
         if join is not None:
             batch = batch.with_trajectories(join)
             scored = pad_trajectories(batch.trajectories, self.pad_token_id).batch["rewards"]
             data = data.with_columns(tensors={"rewards": scored})
         columns = self._old_policy(data, version, computed, metrics)
-        corrected = self._corrected(data, columns["old_logprobs"], metrics)
+        corrected = self._corrected(data, columns, metrics)
         rewards = self._rewards(batch, data, computed, metrics)
         if "reference_logprobs" in computed:
             columns["reference_logprobs"] = computed["reference_logprobs"]
@@ -118,7 +107,7 @@ class ExperienceMaker:
                 baselines=batch.baselines(),
                 turns=_turns(mask),
                 reward_parts=_reward_parts(batch),
-                old_logprobs=columns["old_logprobs"],
+                old_logprobs=columns.get("old_logprobs"),
                 sum_pi_squared=columns.pop("sum_pi_squared", None),
                 weights=corrected.get("correction_weights"),
             )
@@ -132,18 +121,22 @@ class ExperienceMaker:
         if weights is not None:
             columns["sequence_weights"] = weights
         saved = self._saved(data, version, {**columns, **computed})
-        return Experience(data.with_columns(tensors={**columns, **corrected}), metrics, batch, saved)
+        data = data.with_columns({**columns, **corrected}, meta_info={MEASURES_ITSELF: "old_logprobs" not in columns})
+        return Experience(data, metrics, batch, saved)
 
     def _saved(self, data: DataProto, version: int, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Columns for the files of rollouts, if this step has one."""
-        every = self.config.trainer.save_rollouts_every_steps
-        if not every or (version + 1) % every:
+        if not self._saves(version):
             return {}
         saved = {name: columns[name] for name in _SAVED if name in columns}
         if "logprobs" in columns:
             entropies = {ENTROPIES: columns["entropy"]} if "entropy" in columns else {}
             return {**saved, LEARNER_LOGPROBS: columns["logprobs"], **entropies}
         return {**saved, **self._learner_logprobs(data)}
+
+    def _saves(self, version: int) -> bool:
+        every = self.config.trainer.save_rollouts_every_steps
+        return every > 0 and (version + 1) % every == 0
 
     def saved_of(self, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
         """Columns for the files of evaluations: the learner's log-probs and entropies, if the config asks for them."""
@@ -155,11 +148,11 @@ class ExperienceMaker:
         computed = self.learner.compute(data, ["logprobs"])
         return {LEARNER_LOGPROBS: computed["logprobs"], ENTROPIES: computed["entropy"]}
 
-    def _compute(self, batch: RolloutBatch, data: DataProto) -> Mapping[str, Tensor]:
+    def _compute(self, batch: RolloutBatch, data: DataProto, version: int) -> Mapping[str, Tensor]:
         """Everything that needs a model, in one call of the learner."""
         config = self.config
         wanted = {
-            "logprobs": config.algorithm.old_logprobs not in ("rollout", "loglinear"),
+            "logprobs": self._needs_logprobs[self._saves(version)],
             "reference_logprobs": config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0,
             "values": config.critic.enabled and not config.critic.bootstrap_unfinished,
             "reward_model": bool(config.reward.model),
@@ -197,7 +190,8 @@ class ExperienceMaker:
         lags = staleness_histogram(versions, mask, version)
         metrics |= {f"staleness/lag_{lag}": count / sum(lags.values()) for lag, count in sorted(lags.items())}
         if "logprobs" not in computed:
-            return {"old_logprobs": rollout}
+            # Without the column, the learner is asked to take them from its own passes.
+            return {} if method == "recompute" else {"old_logprobs": rollout}
         old = computed["logprobs"]
         gap = {
             **gap_metrics(*gap_sums(old, rollout, mask)),
@@ -215,10 +209,11 @@ class ExperienceMaker:
     ) -> Tensor:
         rewards: Tensor = data.batch["rewards"]
         settings = self.config.reward
+        columns = torch.from_numpy(score_columns(batch.trajectories, data.batch["response_mask"].numpy()))
         if "reward_model" in computed:
             scores = computed["reward_model"]
             metrics["reward_model/mean"] = float(scores.mean())
-            rewards = add_to_scores(rewards, settings.model_weight * scores, batch.trajectories)
+            rewards = add_to_scores(rewards, settings.model_weight * scores, columns)
         if settings.overlong_tokens:
             lengths = torch.tensor([len(each.response_tokens) for each in batch.trajectories])
             if settings.overlong_counts == "trained":
@@ -230,8 +225,7 @@ class ExperienceMaker:
                 factor=settings.overlong_penalty,
             )
             metrics["reward/overlong_penalty"] = float(penalty.mean())
-            rewards = add_to_scores(rewards, penalty, batch.trajectories)
-        columns = torch.tensor([score_column(each) for each in batch.trajectories])
+            rewards = add_to_scores(rewards, penalty, columns)
         if (settings.bias, settings.scale, settings.clip) != (0.0, 1.0, 0.0):
             rewards = scale_scores(rewards, columns, bias=settings.bias, scale=settings.scale, clip=settings.clip)
         normalization = self.config.algorithm.normalize_rewards
@@ -269,11 +263,13 @@ class ExperienceMaker:
         self.kl.update(penalized.kl, len(data))
         return penalized
 
-    def _corrected(self, data: DataProto, old: Tensor, metrics: dict[str, float]) -> dict[str, Tensor]:
+    def _corrected(
+        self, data: DataProto, columns: Mapping[str, Tensor], metrics: dict[str, float]
+    ) -> dict[str, Tensor]:
         if not self.corrections:
             return {}
         mask = data.batch["response_mask"]
-        inputs = CorrectionInputs(old, data.batch["rollout_logprobs"], mask)
+        inputs = CorrectionInputs(columns["old_logprobs"], data.batch["rollout_logprobs"], mask)
         corrected, shown = apply_corrections(self.corrections, inputs)
         metrics |= {f"correction/{name}": value for name, value in shown.items()}
         if mask.any() and not corrected.mask.any():

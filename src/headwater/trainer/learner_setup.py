@@ -49,7 +49,7 @@ def build_training(
     if train_data is None:
         raise ConfigError(["data.train = []: no prompts to train on; name a task or at least one file"])
     num_wanted = config.trainer.num_prompts_per_step
-    if len(train_data) < num_wanted:
+    if len(train_data) < num_wanted and not config.eval.only:
         raise ConfigError(
             [
                 f"trainer.num_prompts_per_step = {num_wanted}: data.train has only {len(train_data)} prompts, so a "
@@ -60,7 +60,7 @@ def build_training(
     spec = replace(spec, config=config)
     if config.reference.path:
         check_reference(config.reference.path, tokenizer)
-    if check_prompts is not None:
+    if check_prompts is not None and not config.eval.only:
         check_prompts(config, train_data, "data.train")
     advantage = with_arguments(ADVANTAGES, algorithm.advantage, algorithm.advantage_args, "algorithm.advantage_args")
     # With the log-probs of the rollout the learner computes corrections itself, in every update.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -81,6 +82,7 @@ class Trainer:
         self._display = display
         self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
         self._checkpoints = Checkpoints.of(config.trainer, run)
+        self._periods = Periods(config, len(training.train_data))
         self._best = BestStep(config.trainer.best_metric, config.trainer.best_mode)
         self._interrupts = Interrupts(
             lambda doing: display.say(f"Stopping after {doing}. Ctrl-C again stops immediately.")
@@ -228,24 +230,24 @@ class Trainer:
             return False
         if settings.only or (settings.after and step >= self._last_step):
             return True
-        return settings.before if step == 0 else _due(step, settings.every_steps)
+        return settings.before if step == 0 else self._periods.evaluates(step)
 
     def _train(self) -> None:
         with self._recorder.training(self._state.step, self._last_step):
+            self._periods.saved()
             if self._saves_in_background():
                 self._learner.prepare_snapshot()
             while self._goes_on():
                 batch = self._take()
                 with self._interrupts.deferred("this update"):
-                    self._turns.train()
                     experience = self._make_experience(batch)
                     update = self._update(experience)
                     sent = self._publish()
                     self._record(experience, {**update, **sent})
                 self._tell("on_step_end", self._state.step, self._recorder.latest)
-                if _due(self._state.step, self._config.eval.every_steps):
+                if self._periods.evaluates(self._state.step):
                     self._evaluate()
-                if _due(self._state.step, self._config.trainer.checkpoint_every_steps):
+                if self._periods.saves(self._state.step):
                     self._save()
         if self._config.eval.after and self._evaluation_missing():
             self._evaluate()
@@ -253,8 +255,7 @@ class Trainer:
     def _saves_in_background(self) -> bool:
         """Whether a checkpoint is due, or may be due, before the one at the end."""
         settings, step = self._config.trainer, self._state.step
-        every = settings.checkpoint_every_steps
-        is_due = every > 0 and step // every < self._last_step // every
+        is_due = self._periods.may_save(step, self._last_step)
         may_be_best = bool(settings.best_metric) and step < self._last_step and self._parts.eval_data is not None
         return settings.checkpoint_in_background and (is_due or may_be_best)
 
@@ -284,7 +285,7 @@ class Trainer:
                 raise
             learner = self._learner.status()
             shapes = {} if learner.failure else self._learner.shapes()
-            known = Known.of(self._config, lambda: self._parts.engine.status().settings, learner.num_ranks)
+            known = Known.of(self._config, lambda: self._parts.engine.status().settings, learner)
             raise memory_full(error, name, self._config, shapes, self._turns.plan, known) from error
 
     @contextmanager
@@ -294,6 +295,7 @@ class Trainer:
             yield
 
     def _make_experience(self, batch: RolloutBatch) -> Experience:
+        self._turns.train()  # on a shared GPU, the engine's memory is released, as far as the plan says so
         with self._stage("experience"):
             return self._training.experience.make(batch, self._state.step, self._parts.join_scores)
 
@@ -318,6 +320,7 @@ class Trainer:
             self._recorder.ledger(step, learned, self._books)
         self._state = self._state_at(step)
         self._consistent = True
+        collect_young_garbage()  # before new episodes begin: a collection would look through all of them
         self._rollouts.set_version(step)
         return metrics
 
@@ -359,7 +362,6 @@ class Trainer:
     def _record(self, experience: Experience, update: dict[str, float]) -> None:
         drawn = self._stream.metrics(group.prompt for group in experience.batch.groups)
         self._recorder.step(self._state.step, experience.batch, {**update, **drawn}, self._books, experience.saved)
-        collect_young_garbage()
         self._profile(self._state.step, is_start=False)
 
     def _profile(self, step: int, *, is_start: bool) -> None:
@@ -486,6 +488,7 @@ class Trainer:
             self._checkpoints.settle()
             self._tell_saved()  # about the one before, which may be removed now
             saved = self._checkpoints.save(self._state, self._learner, in_background=in_background, is_last=is_last)
+        self._periods.saved()
         if step != self._saved_step:
             self._saved_step, self._unsaid = step, {step: saved}
         self._tell_saved()
@@ -507,5 +510,47 @@ class Trainer:
                 self._last_step = self._state.step
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+class Periods:
+    """When evaluations and checkpoints are due during training: after so many steps, epochs or minutes.
+
+    An epoch ends with the step that takes the last of its prompts. Prompts that replace filtered groups do not count,
+    as for ``trainer.total_epochs``.
+    """
+
+    def __init__(self, config: Config, num_prompts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._eval = config.eval
+        self._trainer = config.trainer
+        self._num_prompts = max(1, num_prompts)
+        self._clock = clock
+        self._saved_at = clock()
+
+    def evaluates(self, step: int) -> bool:
+        return self._is_between(step - 1, step, self._eval.every_steps, self._eval.every_epochs)
+
+    def saves(self, step: int) -> bool:
+        minutes = self._trainer.checkpoint_every_minutes
+        is_late = minutes > 0 and self._clock() - self._saved_at >= 60 * minutes
+        return is_late or self._has_checkpoint(step - 1, step)
+
+    def may_save(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint is due, or may be due, after one of the steps from ``step`` to ``last_step``."""
+        return self._has_checkpoint(step, last_step) or (
+            self._trainer.checkpoint_every_minutes > 0 and step < last_step
+        )
+
+    def saved(self) -> None:
+        """Count minutes from now on."""
+        self._saved_at = self._clock()
+
+    def _has_checkpoint(self, step: int, last_step: int) -> bool:
+        trainer = self._trainer
+        return self._is_between(step, last_step, trainer.checkpoint_every_steps, trainer.checkpoint_every_epochs)
+
+    def _is_between(self, step: int, last_step: int, every_steps: int, every_epochs: int) -> bool:
+        """Whether a multiple of one of the two periods is reached after ``step``, at the latest with ``last_step``."""
+        after_steps = every_steps > 0 and step // every_steps < last_step // every_steps
+        epochs, last_epochs = self._epochs(step), self._epochs(last_step)
+        return after_steps or (every_epochs > 0 and epochs // every_epochs < last_epochs // every_epochs)
+
+    def _epochs(self, step: int) -> int:
+        return step * self._trainer.num_prompts_per_step // self._num_prompts

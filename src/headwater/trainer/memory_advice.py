@@ -18,11 +18,12 @@ import torch
 from headwater.config.schema import Config
 from headwater.core.disk import show_bytes
 from headwater.core.errors import DeviceMemoryFull
+from headwater.core.learner import LearnerStatus
 from headwater.core.memory_plan import GIB, KV_CACHE, RELEASED, RESIDENT, MemoryPlan, Way
 from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
 from headwater.models.device import resolve_device, resolve_dtype
-from headwater.models.memory_sizes import LOGITS_CHUNK_BYTES, RunSizes
+from headwater.models.memory_sizes import LOGITS_CHUNK_BYTES, RunSizes, prompt_tokens_of_step
 from headwater.trainer.memory_setup import Models, holders_of, planned
 from headwater.trainer.memory_turns import releases_cache
 
@@ -50,7 +51,7 @@ _TRAINING = ("train", "warm_start", "load_learner", "resume")
 _FROM_START = ("load_engine", "load_learner")
 """Stages in which a new run has done nothing yet that could be resumed."""
 _NOT_HELD = {
-    "load_engine": ("parameters", "gradients", "optimizer"),
+    "load_engine": ("parameters", "gradients", "optimizer", "pictures"),
     "load_learner": ("gradients", "optimizer", "activations"),
     "resume": ("gradients", "activations"),
     "experience": ("gradients",),
@@ -80,39 +81,78 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about the memory of a run: the sizes of its models, and of the engine's KV cache if it exists."""
+    """What is known about the memory of a run: the sizes of its models, and of the engine's KV cache if it exists, and
+    what the learner has done."""
 
     models: Models
     cache_bytes: int = 0
     num_ranks: int = 1
+    recorded_bytes: int = 0
+    """Memory of the learner's CUDA graphs."""
+    pass_tokens: int = 0
+    """Tokens of the largest pass with gradients; 0 if there was none. Packs are evened out, so they are often much
+    smaller than ``learner.max_tokens_per_microbatch`` allows, and half of that setting might change nothing."""
+    forward_pass_tokens: int = 0
+    """The same for passes without gradients."""
 
     @classmethod
-    def of(cls, config: Config, settings: Callable[[], Mapping[str, Any]] = dict, num_ranks: int = 1) -> Known | None:
+    def of(
+        cls,
+        config: Config,
+        settings: Callable[[], Mapping[str, Any]] = dict,
+        learner: LearnerStatus | None = None,
+    ) -> Known | None:
         """``settings`` returns those that the engine's status tells. None if the sizes cannot be read."""
         try:
             models = Models.read(config, config.model.path)
             cache_gib = float(settings().get("kv_cache_gib", 0.0))
         except Exception:  # noqa: BLE001  an error about memory must not be hidden by another one
             return None
-        return cls(models, int(cache_gib * GIB), num_ranks)
+        cache_bytes = int(cache_gib * GIB)
+        if learner is None:
+            return cls(models, cache_bytes)
+        return cls(
+            models,
+            cache_bytes,
+            learner.num_ranks,
+            learner.recorded_bytes,
+            learner.pass_tokens,
+            learner.forward_pass_tokens,
+        )
+
+    def tokens(self, config: Config) -> int:
+        """Of a pass with gradients."""
+        most = config.learner.max_tokens_per_microbatch
+        return min(self.pass_tokens, most) or most
+
+    def forward_tokens(self, config: Config) -> int:
+        """Of a pass without gradients."""
+        most = config.learner.forward_tokens
+        return min(self.forward_pass_tokens, most) or most
 
     def ways(self, config: Config, stage: str) -> dict[str, Way]:
         """Every holder as the settings alone have it, without a plan."""
-        config = replace(config, learner=replace(config.learner, residency=("resident",)))
+        config = _learning(
+            config,
+            residency=("resident",),
+            max_tokens_per_microbatch=self.tokens(config),
+            max_tokens_per_forward_pass=self.forward_tokens(config),
+        )
         sizes = self._of_rank(self.models.sizes(config))
         if stage == "experience":
             sizes = replace(sizes, activations=self.forward_bytes(config, config.learner.forward_tokens))
         ways = {each.tag: each.ways[0] for each in holders_of(config, sizes, can_discard=False)}
         in_training = 0 if releases_cache(config, None) else self.cache_bytes
         ways[KV_CACHE] = Way(RESIDENT, self.cache_bytes, in_training)
+        ways["recorded_passes"] = Way(RESIDENT, self.recorded_bytes, self.recorded_bytes)
         if config.rollout.is_separate:
-            ways = {tag: way for tag, way in ways.items() if tag not in ("weights", KV_CACHE, "graphs")}
+            ways = {tag: way for tag, way in ways.items() if tag not in ("weights", KV_CACHE, "graphs", "pictures")}
         return ways
 
     def forward_bytes(self, config: Config, num_tokens: int) -> int:
         """A pass of the policy without gradients."""
         item = resolve_dtype(config.model.dtype, config.model.device).itemsize
-        return self.models.policy.forward_bytes(num_tokens, item)
+        return self.models.policy.forward_bytes(num_tokens, item, min(num_tokens, prompt_tokens_of_step(config)))
 
     def saved(self, config: Config, other: Config, part: Callable[[RunSizes], int]) -> int:
         """Bytes of a part that another config saves."""
@@ -209,6 +249,8 @@ def remedies(
         yield from _of_generation(config, known)
         if stage != "load_engine":  # there is no learner yet
             yield from _of_turns(config, num_weights)
+            if known is not None and known.recorded_bytes:
+                yield _no_graphs(known.recorded_bytes)
     if stage in _TRAINING:
         yield from _of_update(config, num_weights, vocabulary, known)
     if stage == "checkpoint":
@@ -267,23 +309,35 @@ def _about(known: Known | None, config: Config, other: Config, part: Callable[[R
     return f"; saves about {show_bytes(saved)} by estimate" if saved else ""
 
 
+def _now(setting: int, tokens: int) -> str:
+    """The value of a setting, and the tokens of the passes if they were fewer."""
+    return f"now {setting}" if tokens == setting else f"now {setting}, and passes had up to {tokens} tokens"
+
+
 def _of_update(config: Config, num_weights: int, vocabulary: int, known: Known | None) -> Iterator[str]:
     learner = config.learner
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = learner.max_tokens_per_microbatch
-    if (fewer := max(longest, tokens // 2)) < tokens:
+    most = learner.max_tokens_per_microbatch
+    tokens = most if known is None else known.tokens(config)
+    fewer = max(longest, tokens // 2)
+    now, other = (_learning(config, max_tokens_per_microbatch=each) for each in (tokens, fewer))
+    held = known.recorded_bytes if known is not None else 0
+    has_graphs = learner.cuda_graphs == "auto" and _uses_gpu(config)
+    graphs_first = known is not None and held > known.saved(now, other, lambda sizes: sizes.activations)
+    if has_graphs and graphs_first:
+        yield _no_graphs(held)
+    if fewer < tokens:
         saved = (tokens - fewer) * vocabulary * _WEIGHT_BYTES
-        other = _learning(config, max_tokens_per_microbatch=fewer)
         yield (
-            f"learner.max_tokens_per_microbatch={fewer} (now {tokens}): activations shrink to "
+            f"learner.max_tokens_per_microbatch={fewer} ({_now(most, tokens)}): activations shrink to "
             f"{100 * fewer / tokens:.0f}%, and the logits of a pass by up to {show_bytes(saved)}; the gradient is equal"
-            f"{_about(known, config, other, lambda sizes: sizes.activations)}"
+            f"{_about(known, now, other, lambda sizes: sizes.activations)}"
         )
     if not learner.checkpoint_activations:
-        other = _learning(config, checkpoint_activations=True)
+        other = _learning(now, checkpoint_activations=True)
         yield (
             "learner.checkpoint_activations=true: keeps the input of each layer instead of all its activations, often "
-            f"a tenth of them, for a third more work{_about(known, config, other, lambda sizes: sizes.activations)}"
+            f"a tenth of them, for a third more work{_about(known, now, other, lambda sizes: sizes.activations)}"
         )
     kept = min(learner.kept_logits_gib * 2**30, tokens * vocabulary * _WEIGHT_BYTES)
     # One chunk of logits exists in any case.
@@ -292,24 +346,51 @@ def _of_update(config: Config, num_weights: int, vocabulary: int, known: Known |
             f"learner.kept_logits_gib=0 (now {learner.kept_logits_gib:g}): computes logits again in the backward pass, "
             f"which saves up to {show_bytes(saved)} and takes a few per cent longer"
         )
+    if learner.keep_logits_if_free and _uses_gpu(config):
+        yield (
+            "learner.keep_logits_if_free=false: keeps no further logits, which otherwise happens while a tenth of the "
+            "GPU is free; takes a few per cent longer"
+        )
     if learner.convert_at_once and config.lora.rank == 0 and _uses_gpu(config):
         yield (
             "learner.convert_at_once=false: with a single rank, converts one layer at a time instead of all weights, "
             f"which saves up to {show_bytes(_COPY_BYTES * num_weights)} and takes longer"
         )
-    if learner.cuda_graphs == "auto" and _uses_gpu(config):
-        yield (
-            "learner.cuda_graphs=off: does not record the passes of small packs; the graphs of each model keep up to a "
-            "tenth of the GPU's memory"
-        )
+    if has_graphs and not graphs_first:
+        yield _no_graphs(held)
     if not learner.offload_optimizer and config.lora.rank == 0 and _uses_gpu(config):
         saved = _AVERAGES_BYTES * num_weights
         yield f"learner.offload_optimizer=true: keeps AdamW's averages in main memory, which saves {show_bytes(saved)}"
+    if known is not None and known.models.policy.tower is not None:
+        yield from _of_pictures(config, known)
     if config.critic.enabled:
         total = (2 * _WEIGHT_BYTES + _AVERAGES_BYTES) * num_weights
         yield (
             f"critic.path=SMALLER_MODEL, or an advantage without critic such as grpo, {NEW_RUN}: saves up to "
             f"{show_bytes(total)}"
+        )
+
+
+def _no_graphs(held: int) -> str:
+    """The setting that does without the ``held`` bytes of the learner's CUDA graphs, or with 0 of those to come."""
+    kept = f"hold {show_bytes(held)} now" if held else "of each model keep up to a tenth of the GPU's memory"
+    return f"learner.cuda_graphs=off: does not record the passes of small packs; the graphs {kept}"
+
+
+def _of_pictures(config: Config, known: Known) -> Iterator[str]:
+    """For training a vision model."""
+    fewer = max(1, config.data.max_image_pixels // 2)
+    yield (
+        f"data.max_image_pixels={fewer} (now {config.data.max_image_pixels}): larger pictures are scaled down and have "
+        "fewer tokens"
+    )
+    if not config.lora.rank and "vision" not in config.learner.freeze:
+        other = _learning(config, freeze=("vision",))
+        saved = known.saved(config, other, lambda sizes: sizes.gradients + sizes.optimizer)
+        about = _about(known, config, other, lambda sizes: sizes.activations)
+        yield (
+            f"learner.freeze=[vision], {NEW_RUN}: does not train the vision tower, which saves {show_bytes(saved)} of "
+            f"gradients and averages{about}"
         )
 
 
@@ -328,7 +409,8 @@ def _of_checkpoint(config: Config, num_weights: int) -> Iterator[str]:
 
 def _of_forward(config: Config, vocabulary: int, known: Known | None) -> Iterator[str]:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = config.learner.forward_tokens
+    most = config.learner.forward_tokens
+    tokens = most if known is None else known.forward_tokens(config)
     if (fewer := max(longest, tokens // 2)) < tokens:
         saved = (tokens - fewer) * vocabulary * _WEIGHT_BYTES
         about = ""
@@ -336,8 +418,8 @@ def _of_forward(config: Config, vocabulary: int, known: Known | None) -> Iterato
             less = known.forward_bytes(config, tokens) - known.forward_bytes(config, fewer)
             about = f"; saves about {show_bytes(less)} by estimate"
         yield (
-            f"learner.max_tokens_per_forward_pass={fewer} (now {tokens}): a pass needs {100 * fewer / tokens:.0f}% of "
-            f"its memory, and its logits up to {show_bytes(saved)} less{about}"
+            f"learner.max_tokens_per_forward_pass={fewer} ({_now(most, tokens)}): a pass needs "
+            f"{100 * fewer / tokens:.0f}% of its memory, and its logits up to {show_bytes(saved)} less{about}"
         )
 
 

@@ -30,6 +30,7 @@ from headwater.core.memory_plan import (
 )
 from headwater.engine.engine import GPU_PREFILL_TOKENS, GPU_SEQUENCES
 from headwater.engine.kv_cache import SHARED_FRACTION, free_bytes
+from headwater.engine.media import CACHE_BYTES, GPU_TOWER_BYTES
 from headwater.engine.virtual_memory import is_supported
 from headwater.models.device import available_ram, resolve_device
 from headwater.models.memory_sizes import GRAPHS_SHARE, ModelSize, RunSizes
@@ -66,7 +67,15 @@ class Models:
 
     def sizes(self, config: Config) -> RunSizes:
         prefill = config.engine.max_prefill_tokens or GPU_PREFILL_TOKENS
-        return RunSizes.of(config, self.policy, self.others, num_in_flight(config), prefill)
+        return RunSizes.of(
+            config,
+            self.policy,
+            self.others,
+            num_in_flight(config),
+            prefill,
+            features=CACHE_BYTES,
+            tower=GPU_TOWER_BYTES,
+        )
 
 
 def shares_gpu(config: Config, num_ranks: int = 1) -> bool:
@@ -131,7 +140,7 @@ def check_fits(config: Config, models: Models, budget: Budget, *, can_discard: b
     """Raise ``ConfigError`` with numbers if a run without a plan needs more memory than there is, for certain: without
     activations, and without the copies in main memory that two settings ask for."""
     sizes = models.sizes(config)
-    certain = replace(sizes, activations=0, prefill=0, graphs=0)
+    certain = sizes.certain
     size = _least_unplanned(config, models, sizes, budget)
     cache = Cache(size, size, size, cache_of(config, sizes, budget).ways)
     tight = replace(budget, reserve=0, host=1 << 62)
@@ -152,11 +161,10 @@ def _least_unplanned(config: Config, models: Models, sizes: RunSizes, budget: Bu
     if engine.kv_cache_gib:
         rows = engine.max_sequences or GPU_SEQUENCES
         return min(int(engine.kv_cache_gib * GIB), rows * longest * sizes.kv_token)
-    if policy.num_vision_parameters:
-        return 0  # how much the engine keeps for pictures is not known here
     rows, prefill = engine.max_sequences or GPU_SEQUENCES, engine.max_prefill_tokens or GPU_PREFILL_TOKENS
     item = sizes.weights // policy.num_parameters
     left = budget.device - sizes.weights - policy.prefill_bytes(prefill, rows, item) - GIB
+    left -= sizes.pictures + sizes.tower
     share = (engine.memory_fraction or SHARED_FRACTION) * max(0, left)
     return min(int(share), rows * longest * sizes.kv_token)
 
@@ -212,16 +220,16 @@ def _plan_of_certain(
     tight = replace(budget, reserve=0, host=int(budget.host / _HOST_SHARE))
     cache = cache_of(config, sizes, budget)
     cache = replace(cache, wanted=cache.needed)
-    certain = replace(sizes, activations=0, prefill=0, graphs=0)
-    holders = holders_of(config, certain, can_discard=can_discard)
+    holders = holders_of(config, sizes.certain, can_discard=can_discard)
     try:
         chosen = make_plan(holders, tight, cache, is_allowed=_leave_together, is_tight=True)
     except NoPlan as error:
         if error.least.ways["optimizer"] == STREAMED:  # by the plan, or because the config says so
             config = replace(config, learner=replace(config.learner, offload_optimizer=True))
         raise ConfigError([_refusal(config, error, savings(config, models))]) from error
+    # What only the estimates have stays.
     estimated = {
-        holder.tag: next(way for way in holder.ways if way.name == chosen.ways[holder.tag])
+        holder.tag: next(way for way in holder.ways if way.name == chosen.ways.get(holder.tag, RESIDENT))
         for holder in holders_of(config, sizes, can_discard=can_discard)
     }
     return replace(chosen, holders={**estimated, KV_CACHE: chosen.holders[KV_CACHE]}, budget=budget)
@@ -252,6 +260,8 @@ def holders_of(config: Config, sizes: RunSizes, *, can_discard: bool) -> list[Ho
         Way(STREAMED, 0, sizes.streamed, moved=2 * averages, host=averages),
         Way(MOVED, 0, averages, moved=2 * averages, host=averages),
     ]
+    kept, generating = sizes.pictures, sizes.pictures + sizes.tower
+    pictures = [Holder("pictures", (Way(RESIDENT, generating, kept),))] if generating else []
     return [
         Holder("weights", may.ways("weights", weights)),
         Holder("parameters", may.ways("parameters", parameters)),
@@ -259,6 +269,7 @@ def holders_of(config: Config, sizes: RunSizes, *, can_discard: bool) -> list[Ho
         Holder("gradients", (Way(RESIDENT, 0, sizes.gradients),)),
         Holder("activations", (Way(RESIDENT, sizes.prefill, sizes.activations),)),
         Holder("graphs", (Way(RESIDENT, sizes.graphs, sizes.graphs),)),
+        *pictures,
     ]
 
 
@@ -306,7 +317,8 @@ def cache_of(config: Config, sizes: RunSizes, budget: Budget) -> Cache:
     if settings.kv_cache_gib:
         given = int(settings.kv_cache_gib * GIB)
         return Cache(given, given, given, ways)
-    left = max(0, budget.device - sizes.weights - sizes.prefill - sizes.graphs)
+    engine = sizes.weights + sizes.prefill + sizes.graphs + sizes.pictures + sizes.tower
+    left = max(0, budget.device - engine)
     if settings.memory_fraction:
         given = int(settings.memory_fraction * left)
         return Cache(given, given, given, ways)
@@ -389,7 +401,7 @@ def savings(config: Config, models: Models, *, certain_only: bool = False) -> It
         sizes = models.sizes(config)
         return _trained_bytes(config, replace(sizes, activations=0) if certain_only else sizes)
 
-    for text, change in _changes(config):
+    for text, change in _changes(config, has_tower=models.policy.tower is not None):
         saved = num_bytes(config) - num_bytes(change(config))
         if saved > 0:
             yield f"{text}: saves {show_bytes(saved)}"
@@ -400,7 +412,7 @@ def _trained_bytes(config: Config, sizes: RunSizes) -> int:
     return sizes.parameters + sizes.gradients + sizes.activations + optimizer
 
 
-def _changes(config: Config) -> Iterator[tuple[str, Callable[[Config], Config]]]:
+def _changes(config: Config, *, has_tower: bool) -> Iterator[tuple[str, Callable[[Config], Config]]]:
     learner = config.learner
 
     def learning(**values: object) -> Callable[[Config], Config]:
@@ -415,5 +427,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Callable[[Config], Config]]]
         yield tokens, learning(max_tokens_per_microbatch=fewer)
     if not learner.offload_optimizer:
         yield "learner.offload_optimizer=true", learning(offload_optimizer=True)
+    if has_tower and not config.lora.rank and "vision" not in learner.freeze:
+        yield "learner.freeze=[vision] (does not train the vision tower)", learning(freeze=("vision",))
     if not config.lora.rank:
         yield "lora.rank=16 (trains adapters)", lambda each: replace(each, lora=replace(each.lora, rank=16))

@@ -95,12 +95,9 @@ class Mirror:
                     self._files.rm(left, recursive=True)  # folders that are empty now
                 logger.warning("%s: the later checkpoint %s is now %s", self.place, later, aside)
 
-    def check_exists(self) -> None:
+    def exists(self) -> bool:
         with self._named(f"cannot read {self.place}"):
-            if not self._files.exists(self._at("config.yaml")):
-                raise RunError(
-                    f"{self._key} = {self.place}: no copy of a run (config.yaml is missing); check the address"
-                )
+            return bool(self._files.exists(self._at("config.yaml")))
 
     def fetch(self, step: int | None = None) -> None:
         """Download the config, the records and a checkpoint, the newest if no step is given.
@@ -230,11 +227,25 @@ def local_run(place: str, root: Path = Path("runs")) -> Path:
         return Path(place).expanduser()
     run = RunDirectory(root / place.rstrip("/").rpartition("/")[2])
     mirror = Mirror(place, run, key="--resume")
-    mirror.check_exists()
+    if not _fetch_whole(mirror, run):
+        raise RunError(f"--resume = {place}: no copy of a run (config.yaml is missing); check the address")
+    return run.path
+
+
+def fetch_lost(run: RunDirectory, checkpoint_dir: str) -> bool:
+    """Download a run that this machine does not have, if there is a copy of it. Returns whether there is."""
+    if not checkpoint_dir or is_same_place(checkpoint_dir, run):
+        return False
+    return _fetch_whole(Mirror.of(checkpoint_dir, run), run)
+
+
+def _fetch_whole(mirror: Mirror, run: RunDirectory) -> bool:
+    if not mirror.exists():
+        return False
     run.path.mkdir(parents=True, exist_ok=True)
     with RunLock(run.lock_file):
         mirror.fetch()
-    return run.path
+    return True
 
 
 def fetch_missing(run: RunDirectory, checkpoint_dir: str, step: int | None) -> bool:

@@ -24,6 +24,8 @@ def check_media(config: Config, can: Capabilities, dataset: PromptDataset, key: 
 
 
 def _check_media_of(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:
+    if prompt.media and can.media_problem:
+        raise ConfigError([f"{key}: row {prompt.uid} has images or videos: {can.media_problem}"])
     if prompt.media and not can.media:
         raise ConfigError(
             [

@@ -277,7 +277,7 @@ def _build(
         join_scores=late.joined if late is not None else None,
     )
     settings = config.eval
-    if eval_data is not None and (settings.before or settings.after or settings.every_steps or settings.only):
+    if eval_data is not None and (settings.before or settings.after or settings.is_repeated or settings.only):
         parts.check_prompts(config, eval_data, "data.eval")
     return parts
 

@@ -58,13 +58,18 @@ def _has_numbers(record: _Record, names: Sequence[str]) -> bool:
 
 def how_to_resume(run: RunDirectory, total_steps: int | None = None) -> str:
     """For an interrupted run. With ``total_steps``, say so if all steps were already done."""
-    command = f"headwater train --resume {run.path}"
+    command = resume_in_python(run) if needs_its_script(run) else f"headwater train --resume {run.path}"
     steps = run.checkpoint_steps()
     if not steps:
         return f"Interrupted before the first checkpoint. Start again with:  {command}"
     if total_steps is not None and steps[-1] >= total_steps:
         return f"Interrupted; all {total_steps} steps are done and saved in {run.path}"
     return f"Interrupted; everything up to step {steps[-1]} is saved. Resume with:  {command}"
+
+
+def resume_in_python(run: RunDirectory) -> str:
+    """For a run that commands cannot resume."""
+    return f'train(..., resume="{run.path}") in Python, with the same data and functions'
 
 
 def _points(records: Sequence[_Record]) -> list[tuple[int, float]]:
@@ -75,10 +80,16 @@ def _table(train: Sequence[_Record], evaluations: Sequence[_Record]) -> Table:
     table = Table(title="Summary", title_justify="left", show_header=False)
     if evaluations:
         first, last = evaluations[0], evaluations[-1]
-        table.add_row("held-out reward", f"{first['reward/mean']:.3f} → [bold]{last['reward/mean']:.3f}[/]")
-    table.add_row("training reward", f"{train[0]['reward/mean']:.3f} → {train[-1]['reward/mean']:.3f}")
-    lengths = [record["response_length/mean"] for record in train]
-    table.add_row("response length", f"{lengths[0]:.1f} → {lengths[-1]:.1f} tokens")
+        before = f"{first['reward/mean']:.3f} → " if len(evaluations) > 1 else ""
+        when = "" if before else f" (only step {last['step']} was evaluated)"
+        table.add_row("held-out reward", f"{before}[bold]{last['reward/mean']:.3f}[/]{when}")
+    for label, name, form in (
+        ("training reward", "reward/mean", ".3f"),
+        ("response length", "response_length/mean", ".1f"),
+    ):
+        ends = [train[0][name], train[-1][name]] if len(train) > 1 else [train[0][name]]
+        text = " → ".join(format(value, form) for value in ends)
+        table.add_row(label, f"{text} tokens" if "length" in name else text)
     total_s = sum(record["time/step_s"] for record in train)
     table.add_row("steps", f"{len(train)} in {total_s:.0f} s, {total_s / len(train):.2f} s each")
 
@@ -128,17 +139,17 @@ def suggestions(run: RunDirectory, train: Sequence[_Record], evaluations: Sequen
     if not evaluations:
         lines.append("No held-out prompts were evaluated: see data.eval and the eval settings.")
     lines.append(f"Open it in a browser: headwater ui {run.path}")
-    if evaluations and not _needs_its_script(run):
+    if evaluations and not needs_its_script(run):
         lines.append(f"Look at responses: headwater eval {run.path} --show 5")
     else:
         lines.append(f"Look at responses: the Parquet files in {run.path / 'rollouts'}")
     return lines
 
 
-def _needs_its_script(run: RunDirectory) -> bool:
+def needs_its_script(run: RunDirectory) -> bool:
     """Whether its data or functions are objects of a Python program, which commands do not have."""
     with suppress(OSError):
-        return re.search(rf"\b{re.escape(PYTHON)}\w", run.config_file.read_text(encoding="utf-8")) is not None
+        return re.search(rf"\b{re.escape(PYTHON)}[\w<]", run.config_file.read_text(encoding="utf-8")) is not None
     return False
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from headwater.core.disk import disk_full
-from headwater.core.records import Prompt, TokenArrays, Trajectory
+from headwater.core.records import Prompt, TokenArrays, Trajectory, make_arrays
 from headwater.engine.stops import pieces_of
 from headwater.observe.media_store import MediaStore, media_to_json
 from headwater.rollout.group import num_replies, num_turns
@@ -80,7 +80,7 @@ def samples_of(rollouts: Sequence[tuple[Prompt, Trajectory]], count: int) -> lis
             "uid": prompt.uid,
             "prompt": prompt.text,
             "response": response_text(each),
-            "ground_truth": _to_json(prompt.ground_truth),
+            "ground_truth": truth if isinstance(truth := prompt.ground_truth, str) else _to_json(truth),
             "reward": each.reward,
         }
         for prompt, each in chosen
@@ -147,28 +147,32 @@ def write_rollouts(
         for _, trajectory in rollouts:
             for item in trajectory.media:
                 store.add(item.content)
-    rows = [
+    prompts, trajectories = [prompt for prompt, _ in rollouts], [trajectory for _, trajectory in rollouts]
+    make_arrays(trajectories)
+    prompt_lengths = np.array([each.prompt_length for each in trajectories], np.int64)
+    lengths = np.array([len(each.tokens) for each in trajectories], np.int64)
+    # Samples share their prompt.
+    truths = {key: _to_json(each.ground_truth) for key, each in {id(each): each for each in prompts}.items()}
+    table = pa.table(
         {
-            "step": step,
-            "uid": trajectory.uid,
-            "sample": trajectory.sample,
-            "data_source": prompt.data_source,
-            "prompt": prompt.text,
-            "response": response_text(trajectory),
-            "messages": _to_json(trajectory.messages),
-            "ground_truth": _to_json(prompt.ground_truth),
-            "reward": trajectory.reward,
-            "stop_reason": trajectory.stop_reason,
-            "num_turns": num_turns(trajectory),
-            "prompt_length": trajectory.prompt_length,
-            "response_length": len(trajectory.tokens) - trajectory.prompt_length,
-            "num_tool_calls": _count(trajectory.info.get("num_tool_calls")),
-            "num_failed_calls": _count(trajectory.info.get("tool_failures")),
-            "info": _to_json(dict(trajectory.info)),
+            "step": np.full(len(rollouts), step),
+            "uid": [each.uid for each in trajectories],
+            "sample": [each.sample for each in trajectories],
+            "data_source": [each.data_source for each in prompts],
+            "prompt": [each.text for each in prompts],
+            "response": [response_text(each) for each in trajectories],
+            "messages": [_to_json(each.messages) for each in trajectories],
+            "ground_truth": [truths[id(each)] for each in prompts],
+            "reward": [each.reward for each in trajectories],
+            "stop_reason": [each.stop_reason for each in trajectories],
+            "num_turns": num_turns(trajectories),
+            "prompt_length": prompt_lengths,
+            "response_length": lengths - prompt_lengths,
+            "num_tool_calls": [_count(each.info.get("num_tool_calls")) for each in trajectories],
+            "num_failed_calls": [_count(each.info.get("tool_failures")) for each in trajectories],
+            "info": [_to_json(dict(each.info)) for each in trajectories],
         }
-        for prompt, trajectory in rollouts
-    ]
-    table = pa.Table.from_pylist(rows)
+    )
     ended_by = pa.array([_ended_by(trajectory) for _, trajectory in rollouts], pa.string())
     table = table.append_column("ended_by", ended_by)
     media = [_to_json(media_to_json(each.media)) if each.media else None for _, each in rollouts]
@@ -181,14 +185,15 @@ def write_rollouts(
     # Converting lists one value at a time would take seconds for long responses.
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
         table = table.append_column(name, _lists([getattr(each, name) for each in arrays]))
+    starts = pa.array(np.append(0, lengths.cumsum()), pa.int32())
     for name, values in token_columns.items():
-        of_each = zip((each for _, each in rollouts), values.float().numpy(), strict=True)
-        lists = [_of_all_tokens(each, row) for each, row in of_each]
-        table = table.append_column(name, _lists(lists))
+        joined = _of_all_tokens(values.float().numpy(), prompt_lengths, lengths - prompt_lengths)
+        table = table.append_column(name, pa.ListArray.from_arrays(starts, joined))
         if name == LEARNER_LOGPROBS:
+            lists = np.split(joined, lengths.cumsum()[:-1])
             gaps = [_largest_gap(each, its) for each, its in zip(arrays, lists, strict=True)]
             table = table.append_column("logprob_gap", pa.array(gaps, pa.float64()))
-    num_tokens = sum(len(each.tokens) for each in arrays)
+    num_tokens = int(lengths.sum())
     # A reader of one rollout reads its whole row group.
     rows_per_group = max(1, _GROUP_TOKENS * len(rollouts) // max(1, num_tokens))
     write_table(table, path, "the rollouts", rows_per_group)
@@ -216,10 +221,13 @@ def _column(values: Sequence[Any]) -> pa.Array:
     return pa.array([None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in texts])
 
 
-def _of_all_tokens(trajectory: Trajectory, response: NDArray[Any]) -> NDArray[Any]:
-    """The values of a padded response, after zeros for the prompt."""
-    length = len(trajectory.tokens) - trajectory.prompt_length
-    return np.concatenate([np.zeros(trajectory.prompt_length, response.dtype), response[:length]])
+def _of_all_tokens(padded: NDArray[Any], prompt_lengths: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
+    """The values ``[responses, width]`` of each response after zeros for its prompt, one response after the other."""
+    parts = np.stack([prompt_lengths, lengths], axis=1).ravel()
+    is_response = np.repeat(np.tile([False, True], len(lengths)), parts)
+    values = np.zeros(len(is_response), padded.dtype)
+    values[is_response] = padded[np.arange(padded.shape[1]) < lengths[:, None]]
+    return values
 
 
 def _lists(values: Sequence[NDArray[Any]]) -> pa.Array:

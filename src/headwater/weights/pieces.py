@@ -230,7 +230,7 @@ class PieceReceiver:
         self._is_finished = False
         self._failure: WeightsError | None = None
         self.is_ready: Future[None] = Future()
-        """Done when the engine has stopped generating and waits for weights."""
+        """Done when the engine has stopped generating and waits for weights, or when the update has failed before."""
 
     def update(self, version: int) -> WeightUpdate:
         """What arrives, for an engine."""
@@ -242,6 +242,8 @@ class PieceReceiver:
             if self._is_finished:
                 return
             self._failure = self._failure or WeightsError(reason)
+            if not self.is_ready.done():  # the engine may only look after minutes, when its responses have ended
+                self.is_ready.set_exception(self._failure)
             self._changed.notify_all()
         self._member.close()
 
@@ -250,10 +252,11 @@ class PieceReceiver:
 
     def buckets(self) -> Iterator[Bucket]:
         """The weights, bucket by bucket. The first request starts receiving."""
-        if self._failure is not None:
-            raise self._failure
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            self.is_ready.set_result(None)
         threading.Thread(target=self._receive, name="headwater-weights-receive", daemon=True).start()
-        self.is_ready.set_result(None)
         buckets = cut(self._parcels, self._dtype.itemsize, self._order.bucket_bytes)
         try:
             for _ in buckets:

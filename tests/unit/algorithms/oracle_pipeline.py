@@ -70,7 +70,8 @@ def recipe(args: dict, inputs: dict) -> list[str]:
     if args["kl_ctl"]:
         settings += [f"algorithm.kl_in_reward={args['kl_ctl']}", f"algorithm.kl_estimator={args['kl_estimator']}"]
         settings += ["algorithm.kl_clamp=all"]
-    return [*settings, "algorithm.old_logprobs=recompute"] if is_recomputed(args) else settings
+    recomputes = ["algorithm.old_logprobs=recompute", "trainer.save_learner_logprobs=true"]
+    return [*settings, *recomputes] if is_recomputed(args) else settings
 
 
 def as_rollouts(inputs: dict, group_size: int) -> RolloutBatch:

@@ -123,7 +123,7 @@ def gradient(losses, mask, mode, weights):
     return torch.autograd.grad(aggregate(leaf, mask, mode, totals, weights), leaf)[0]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(batches(min_group=2), st.integers(0, 20), st.integers(2, 5))
 def test_equal_pieces_of_one_episode_change_no_other_in_the_loss(batch, row, num_pieces):
     mask, values = batch.mask, batch.normal()
@@ -171,7 +171,7 @@ EXACT = ["grpo", "grpo_passk", "rloo", "gpg", "opo"]
 WHITENED = ["reinforce_plus_plus_baseline", "gdpo"]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(batches(min_group=2), st.integers(0, 20), st.integers(2, 5))
 def test_cutting_an_episode_changes_no_other(batch, row, num_pieces):
     inputs = replace(advantage_inputs(batch), episodes=None)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from player import serving
 from tiny import model, tokenizer
 
 from headwater.backends import BackendContext
+from headwater.backends.launch.child import ChildServer, Command, without_secret
 from headwater.backends.remote import requests as requests_module
 from headwater.backends.remote import servers as servers_module
 from headwater.backends.remote import session as session_module
@@ -27,7 +31,15 @@ from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.cli.route import find_model
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError, HeadwaterError, LogitsBroken, QueueFull, RequestError, RolloutFailed
+from headwater.core.errors import (
+    ConfigError,
+    HeadwaterError,
+    LogitsBroken,
+    QueueFull,
+    RequestError,
+    RolloutFailed,
+    WeightsIncomplete,
+)
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
@@ -112,8 +124,12 @@ def test_garbage_is_named():
 def test_a_request_has_the_names_and_defaults_of_sglang():
     sampling = SamplingParams(max_new_tokens=9, temperature=0.7, min_new_tokens=4, stop_token_ids=(3,))
     request = ModelRequest("r1", (5, 6), sampling, rng_key=11, given_tokens=(8,))
-    body = write_request(Sending(request, (2,), streams=False), DIALECTS[0])
-    assert (body["rid"], body["input_ids"], body["return_logprob"], body["stream"]) == ("r1", [5, 6, 8], True, False)
+    body = write_request(Sending(request, (2,), "run-7", streams=False), DIALECTS[0])
+    assert body["extra_key"] == "run-7", "after an update in flight, the cache holds prompts of older weights"
+    assert body["rid"].startswith("r1")
+    other = write_request(Sending(replace(request, request_id="r10")), DIALECTS[0])
+    assert not other["rid"].startswith(body["rid"]), "SGLang aborts all requests whose names begin with the given one"
+    assert (body["input_ids"], body["return_logprob"], body["stream"]) == ([5, 6, 8], True, False)
     params = body["sampling_params"]
     assert (params["max_new_tokens"], params["min_new_tokens"], params["temperature"]) == (8, 3, 0.7)
     assert (params["top_k"], params["top_p"], params["stop_token_ids"]) == (-1, 1.0, [2, 3])
@@ -125,13 +141,15 @@ def test_a_request_has_the_names_and_defaults_of_sglang():
 def test_what_differs_between_versions_is_found_by_the_version():
     assert dialect_of("0.5.6.post2").has_pause_modes
     assert dialect_of("0.6.0rc1").labels_tokens
-    assert dialect_of("0.5.23").labels_tokens
+    assert dialect_of("0.5.23").has_update_calls
+    assert not dialect_of("0.5.20").has_update_calls
+    assert dialect_of("0.5.19").labels_tokens
     assert not dialect_of("0.5.18").labels_tokens
     assert not dialect_of("0.5.5").has_pause_modes
-    assert dialect_of("0.5.5").has_seeds
+    assert dialect_of("0.5.3.post1").has_seeds
     assert not dialect_of("0.5.2").has_seeds
-    with pytest.raises(RolloutFailed, match=r"SGLang 0\.4\.9 is not supported; install SGLang 0\.5\.0"):
-        dialect_of("0.4.9")
+    with pytest.raises(RolloutFailed, match=r"SGLang 0\.5\.0 is not supported; install SGLang 0\.5\.1"):
+        dialect_of("0.5.0")
 
 
 def test_what_a_server_tells_about_itself():
@@ -143,6 +161,13 @@ def test_what_a_server_tells_about_itself():
         assert read_info({**SERVER, **other}, told, DIALECTS[1]).instance != info.instance
     with pytest.raises(LookupError):
         read_info({}, told, DIALECTS[1])
+    told = {"model_path": "/weights", "tokenizer_path": "/elsewhere"}
+    assert read_info(SERVER, told, DIALECTS[1]).model == "/elsewhere", "its model_path follows the weights"
+    assert read_info({**SERVER, "launch_command": "x"}, told, DIALECTS[0]).model == SERVER["model_path"]
+    newer = {**SERVER, "version": "0.5.23", "disable_overlap_schedule": False}
+    assert not read_info(newer, told, DIALECTS[0]).labels_tokens, "its labels are wrong by one token"
+    assert read_info({**newer, "disable_overlap_schedule": True}, told, DIALECTS[0]).labels_tokens
+    assert not read_info({**newer, "disable_overlap_schedule": True}, told, DIALECTS[2]).labels_tokens
 
 
 def test_settings_that_sglang_cannot_have_are_refused_before_a_run_starts():
@@ -165,6 +190,9 @@ def test_the_command_of_a_server():
     assert "headwater_server_child.py sglang --model-path /models/one" in text
     assert "--max-running-requests 32" in text
     assert text.endswith("--disable-radix-cache --device cpu --swap x")
+    assert how.environment["SGLANG_USE_CPU_ENGINE"] == "1"
+    in_flight = command(context(*settings, "engine.update_mode=in_flight"), Path("/models/one"), ["cpu"])
+    assert "--disable-overlap-schedule" in in_flight.arguments
     assert "secret" not in text
     assert how.environment["HEADWATER_CHILD_KEY"] == "secret"
     gpus = command(context(*settings), Path("/models/one"), ["cuda:2", "cuda:3"], shares_device=True)
@@ -178,6 +206,26 @@ def test_the_command_of_a_server():
         SglangEngine.launch(context("rollout.placement=disaggregated"), ["cpu"])
 
 
+def test_the_key_of_a_server_is_not_in_its_output():
+    """SGLang prints all its settings."""
+    for split in range(7):
+        first, rest = without_secret("key='secret'"[: 5 + split], "secret")
+        shown, rest = without_secret(rest + "key='secret'"[5 + split :], "secret")
+        assert (first + shown, rest) == ("key='***'", "")
+    assert without_secret("the se", "secret") == ("the ", "se")
+    printed: list[str] = []
+    code = "import os, sys; print('api_key=' + os.environ['KEY'], 'at http://here', flush=True); sys.stdin.read()"
+    how = Command([sys.executable, "-c", code], "m", re.compile(r"at (\S+)"), {"KEY": "secret"}, secret="secret")
+
+    async def run() -> str:
+        child = await ChildServer.start(how, echo=printed.append)
+        await child.stop()
+        return child.last_lines
+
+    assert asyncio.run(run()) == "".join(printed).strip() == "api_key=*** at http://here"
+    assert command(context(), Path("/m"), ["cpu"], api_key="secret").secret == "secret"
+
+
 # An engine over a server that plays SGLang
 
 
@@ -189,6 +237,8 @@ class Player:
         self.label = "default"
         self.seed = 42
         self.calls: list[str] = []
+        self.keys: list[str | None] = []
+        """``extra_key`` of the requests."""
         self.received: dict[str, torch.Tensor] = {}
         self.before: list[Callable[[], None]] = []
         """Called before the next answers."""
@@ -197,6 +247,10 @@ class Player:
         self.held: dict[str, asyncio.Event] = {}
         """Requests that are generated until they are aborted, if ``holds``."""
         self.holds = False
+        self.is_paused = False
+        self.num_waiting = 0
+        """Requests that have arrived since it was paused."""
+        self.labels_tokens = False
         self._groups: dict[str, Link] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -204,10 +258,14 @@ class Player:
 
     async def generate(self, asked: web.Request) -> web.StreamResponse:
         body = await asked.json()
+        self.keys.append(body.get("extra_key"))
         if self.before:
             self.before.pop(0)()
         if self.refused.get("/generate"):
             return web.json_response({}, status=self.refused["/generate"].pop(0))
+        self.num_waiting += self.is_paused
+        while self.is_paused:  # noqa: ASYNC110  it changes in another call
+            await asyncio.sleep(0.005)
         if self.holds:
             aborted = self.held[body["rid"]] = asyncio.Event()
             await aborted.wait()
@@ -225,6 +283,9 @@ class Player:
                     "weight_version": self.label,
                     "completion_tokens": end,
                     "output_token_logprobs": pairs[:end],
+                    "weight_versions": [{"version": self.label, "start": 0, "end": end}]
+                    if self.labels_tokens
+                    else None,
                 },
             }
             for end, reason in events
@@ -246,11 +307,15 @@ class Player:
         if path.endswith("_info") and path not in (f"{prefix}server_info", f"{prefix}model_info"):
             return web.json_response({"detail": "Not Found"}, status=404)
         if path.endswith("server_info"):
-            return web.json_response({**SERVER, "version": self.version, "random_seed": self.seed, "dtype": "float32"})
+            own = {"version": self.version, "random_seed": self.seed, "disable_overlap_schedule": self.labels_tokens}
+            return web.json_response({**SERVER, **own, "dtype": "float32"})
         if path.endswith("model_info"):
-            return web.json_response({"model_path": "/elsewhere", "weight_version": self.label})
+            told = {"model_path": "/weights", "tokenizer_path": "/elsewhere", "weight_version": self.label}
+            return web.json_response(told)
         body = await asked.json()
         self.calls.append(f"{path[1:]} {body.get('weight_version', body.get('mode', ''))}".strip())
+        if path in ("/pause_generation", "/continue_generation"):
+            self.is_paused, self.num_waiting = path == "/pause_generation", 0
         if path == "/abort_request":
             self.held[body["rid"]].set()
         if path == "/init_weights_update_group":
@@ -321,6 +386,26 @@ def test_every_version_is_found_and_names_its_model():
                 find_model([engine.url], "sglang", "")
 
 
+def test_prompts_of_old_weights_are_not_reused_after_another_program_has_changed_them():
+    player = Player("0.5.23")
+    with serving(*player.routes()) as url:
+        engine = SglangEngine.connect(url, replace(context(f"rollout.servers=[{url}]"), owns_weights=False))
+        try:
+            for player.label in ("6", "6", "7", "7"):
+                ask(engine)
+        finally:
+            engine.close()
+    first, six, before, seven = player.keys
+    assert six == before, "only an answer tells that the weights are others"
+    assert len({first, six, seven}) == 3
+
+
+def test_updates_in_flight_need_exact_labels_from_the_start():
+    player = Player("0.5.23")
+    with serving(*player.routes()) as url, pytest.raises(ConfigError, match="with --disable-overlap-schedule"):
+        SglangEngine.connect(url, context(f"rollout.servers=[{url}]", "engine.update_mode=in_flight"))
+
+
 def test_tokens_are_streamed_and_memory_is_released():
     async def follow() -> list[tuple[int, ...]]:
         request = ModelRequest("one", (5, 6, 7), SamplingParams(4), rng_key=5)
@@ -362,6 +447,86 @@ def test_weights_travel_over_a_process_group():
         engine.update_weights(WeightUpdate(3, shapes, [list(weights.items())])).result(60)
         assert player.calls.count("init_weights_update_group") == 2
         assert set(ask(engine).output_versions) == {3}
+
+
+def test_newer_versions_take_tensors_between_two_calls():
+    player, weights = Player("0.5.21"), dict(model(seed=3).named_parameters())
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    with connected(player, "rollout.weight_transfer=collective") as engine:
+        update = ["begin_weight_update", "update_weights_from_distributed 1", "end_weight_update"]
+        assert player.calls[3:6] == update
+        player.refused["/begin_weight_update"] = [400]  # an update that broke has left it open
+        engine.update_weights(WeightUpdate(2, shapes, [list(weights.items())])).result(60)
+        again = ["end_weight_update", "begin_weight_update", "update_weights_from_distributed 2", "end_weight_update"]
+        assert player.calls[8:12] == again
+        assert all(torch.equal(player.received[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_server_whose_requests_are_kept_is_continued_before_it_ends_them():
+    """While it is paused, SGLang does not end requests, and would wait for them."""
+    player = Player()
+    with connected(player) as engine:
+        engine.pause()
+        engine.update_weights(WeightUpdate.of(2, model().named_parameters()), "interrupt").result(60)
+        kept = ["pause_generation in_place", "continue_generation", "pause_generation abort"]
+        assert player.calls[-4:] == [*kept, "update_weights_from_disk 2"], "and it stays paused"
+
+
+def test_requests_that_wait_at_a_paused_server_do_not_block_an_update(monkeypatch):
+    """An update leaves a paused server paused, and so does a lost connection."""
+    monkeypatch.setattr(session_module, "_HEALTH_EVERY_S", 0.02)
+    monkeypatch.setattr(servers_module, "_RETRY_S", 0.01)
+
+    def update(mode: str, version: int) -> None:
+        engine.update_weights(WeightUpdate.of(version, model().named_parameters()), mode).result(60)
+
+    def reconnect(mode: str, version: int) -> None:
+        update(mode, version)
+        num_calls = len(player.calls)
+        player.refused["/model_info"] = [502]
+        until(lambda: len(player.calls) > num_calls)
+        assert player.calls[num_calls:] == ["pause_generation in_place"]
+
+    for pausing, mode in ((update, "interrupt"), (update, "drain"), (reconnect, "interrupt")):
+        player, answers = Player(), []
+        with connected(player) as engine:
+            engine.pause()
+            pausing(mode, 2)
+            thread = threading.Thread(target=lambda: answers.append(ask(engine)))  # noqa: B023
+            thread.start()
+            until(lambda: player.num_waiting > 0)  # noqa: B023
+            update("drain", 3)
+            thread.join(60)
+            assert set(answers[0].output_versions) == {2}
+            assert player.is_paused
+
+
+def test_no_request_continues_with_weights_that_were_loaded_in_part():
+    """SGLang labels its tokens as those of the old weights, because the new label comes with the last tensors."""
+    player, answers = Player("0.5.19"), []
+    player.labels_tokens = True
+    with connected(player) as engine:
+        player.holds = True
+        thread = threading.Thread(target=lambda: answers.append(ask(engine)))
+        thread.start()
+        until(lambda: bool(player.held))
+        player.refused["/update_weights_from_disk"] = [400]
+        with pytest.raises(WeightsIncomplete):
+            engine.update_weights(WeightUpdate.of(2, model().named_parameters()), "in_flight").result(60)
+        assert player.calls[-2:] == ["pause_generation in_place", "continue_generation"]
+        player.holds = False
+        player.held.popitem()[1].set()  # its answer is not read any more
+        assert not answers
+        engine.update_weights(WeightUpdate.of(3, model().named_parameters()), "in_flight").result(60)
+        thread.join(60)
+        assert answers[0].output_versions == (3, 3, 3, 3)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
 
 
 def until_needed(engine: SglangEngine) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import importlib.util
 import json
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -44,6 +45,7 @@ from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 
 EXCHANGES = Path(__file__).parent / "vllm_exchanges"
+NO_BIAS = "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding."
 TOKENS = (495, 249, 11, 382, 24, 87, 91, 448, 157, 347)
 
 
@@ -95,12 +97,12 @@ def test_garbage_is_named() -> None:
 def test_a_continued_request_asks_for_the_rest() -> None:
     whole = request(10, temperature=0.7, min_new_tokens=4, stop_token_ids=(9,))
     rest = replace(whole, given_tokens=(1, 2, 3))
-    first, second = (write_request(Sending(each, (0,), 7), dialect_of("0.32")) for each in (whole, rest))
+    first, second = (write_request(Sending(each, (0,), "run-7"), dialect_of("0.32")) for each in (whole, rest))
     assert second["token_ids"] == [5, 6, 7, 1, 2, 3]
     params = second["sampling_params"]
     assert (params["max_tokens"], params["min_tokens"], params["stop_token_ids"]) == (7, 1, [0, 9])
     assert params["seed"] != first["sampling_params"]["seed"]
-    assert second["cache_salt"] == "version-7"
+    assert second["cache_salt"] == "run-7"
     assert "stream_interval" not in write_request(Sending(whole), dialect_of("0.23"))["sampling_params"]
 
 
@@ -189,6 +191,8 @@ class Player:
         self.calls: list[str] = []
         self.faults: list[Callable[[web.StreamResponse, list[str]], Any]] = []
         self.is_healthy = True
+        self.vocabulary = 512
+        self.speculates = False
         self.texts: dict[str, Any] = {}
 
     async def control(self, asked: web.Request) -> web.Response:
@@ -220,9 +224,14 @@ class Player:
         body = await asked.json()
         reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await reply.prepare(asked)
-        if max(body["token_ids"]) >= 512:
+        biased = body["sampling_params"].get("logit_bias", {})
+        if any(int(each) >= self.vocabulary for each in biased):
             await reply.write((EXCHANGES / "0.32-refused.txt").read_bytes())
             return reply
+        if biased and self.speculates:
+            await reply.write(f"data: {json.dumps({'error': {'message': NO_BIAS, 'code': 400}})}\n\n".encode())
+            return reply
+        assert max(body["token_ids"]) < self.vocabulary, "vLLM 0.23 ends at the token after the last one"
         lines = [f"data: {each}\n\n".replace('"default"', f'"{self.label}"') for each in events("0.32")]
         if body["request_id"] != "headwater-probe":
             self.bodies.append(body)
@@ -289,6 +298,24 @@ def test_a_broken_stream_continues_after_the_tokens_that_arrived() -> None:
         assert (deltas[-1].stop_reason, deltas[1].versions[0]) == ("length", 1)
         with pytest.raises(RequestError, match="vocabulary"):
             ask(engine, ModelRequest("two", (512,), SamplingParams(4), rng_key=0))
+
+
+def test_another_vocabulary_is_refused_without_a_token_that_could_end_the_server() -> None:
+    player = Player()
+    for player.vocabulary, how in ((511, "smaller"), (513, "larger")):
+        with player.serving() as url, pytest.raises(ConfigError, match=f"its vocabulary is {how} than 512"):
+            VllmEngine.connect(url, context(f"rollout.servers=[{url}]"))
+
+
+def test_a_server_that_decodes_speculatively_is_used() -> None:
+    """It refuses every bias, also those that ask for the size of its vocabulary."""
+    player = Player()
+    player.speculates = True
+    with connected(player) as engine:
+        assert ask(engine, request()).output_tokens == TOKENS
+    player.vocabulary = 511
+    with player.serving() as url, pytest.raises(ConfigError, match="its vocabulary is smaller than 512"):
+        VllmEngine.connect(url, context(f"rollout.servers=[{url}]"))
 
 
 def test_another_model_is_refused() -> None:
@@ -412,15 +439,36 @@ def test_a_failed_engine_in_this_process_is_a_lost_server(monkeypatch: pytest.Mo
         engine.close()
 
 
-def test_the_line_that_a_server_is_ready_is_found_although_vllm_changes_what_is_printed(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM 0.23 puts the process id before every line that is written to ``sys.stdout``."""
+def child_module() -> Any:
     spec = importlib.util.spec_from_file_location("headwater_server_child", servers._CHILD)
     assert spec is not None
     assert spec.loader is not None
     child = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(child)
+    return child
+
+
+def test_a_port_that_is_opened_late_is_not_one_that_the_system_gives_to_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    child = child_module()
+    known = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(known.read_text().split()[0]) if known.exists() else 32_768
+    if first <= 10_000:
+        pytest.skip("on this machine, clients get all ports")
+    port = child._unused_port()
+    assert 10_000 <= port < first
+    with socket.create_server(("127.0.0.1", port)):
+        chosen = iter((port, port + 1))
+        monkeypatch.setattr(child.random, "randrange", lambda *_: next(chosen, 0))
+        assert child._unused_port() != port
+
+
+def test_the_line_that_a_server_is_ready_is_found_although_vllm_changes_what_is_printed(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.23 puts the process id before every line that is written to ``sys.stdout``."""
+    child = child_module()
     plain = sys.stdout.write
     monkeypatch.setattr(sys.stdout, "write", lambda text: plain(f"(APIServer pid=1) {text}"))
     with HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from headwater.cli.main import main
+from headwater.config.load import load_config
 from headwater.observe.doctor import examine
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.executor import WorkflowExecutor
@@ -27,7 +28,7 @@ SMALL = [
 def interrupt_in(monkeypatch):
     """Makes a method begin with Ctrl-C, once or more often."""
 
-    def patch(owner, method: str, times: int = 1) -> None:
+    def interrupt(owner, method: str, times: int = 1, patch=monkeypatch) -> None:
         original = getattr(owner, method)
 
         def interrupted(*args, **options):
@@ -35,9 +36,9 @@ def interrupt_in(monkeypatch):
                 os.kill(os.getpid(), signal.SIGINT)
             return original(*args, **options)
 
-        monkeypatch.setattr(owner, method, interrupted)
+        patch.setattr(owner, method, interrupted)
 
-    return patch
+    return interrupt
 
 
 def train(root, capsys, *more: str) -> tuple[int, list[str]]:
@@ -117,3 +118,59 @@ def test_an_evaluation_after_the_last_step_that_was_broken_off_is_made_by_a_resu
     assert evaluated() == [2]
     assert main(["train", "--resume", str(run)]) == 2
     assert "all 2 steps are done" in capsys.readouterr().err
+
+
+def repeat(root, capsys, *more: str) -> tuple[int, list[str]]:
+    return train(root, capsys, "run.if_exists=resume", *more)
+
+
+def test_the_same_command_again_continues_the_run_until_it_is_complete(tmp_path, capsys, interrupt_in):
+    run = tmp_path / "stopped"
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_in(WorkflowExecutor, "prepare_batch", patch=patch)
+        code, lines = repeat(tmp_path, capsys)
+    assert (code, lines[0]) == (130, f"Run directory {run}")
+    code, lines = repeat(tmp_path, capsys, "learner.learning_rate=0.25")
+    assert (code, lines[0]) == (0, f"Resuming {run} after step 0")
+    steps = [each for each in RunDirectory(run).read_metrics() if each["kind"] == "train"]
+    assert [each["step"] for each in steps] == [1, 2]
+    assert load_config(RunDirectory(run).config_file).config.learner.learning_rate == 0.25
+    code, lines = repeat(tmp_path, capsys)
+    assert (code, lines) == (0, [f"{run}: all 2 steps are done; nothing is left to do"])
+    code, lines = repeat(tmp_path, capsys, "trainer.total_steps=3")
+    assert (code, lines[0]) == (0, f"Resuming {run} after step 2")
+    assert [path.name for path in tmp_path.iterdir()] == ["stopped"]
+
+
+def test_the_same_command_again_with_another_model_is_refused(tmp_path, capsys):
+    assert repeat(tmp_path, capsys)[0] == 0
+    arguments = [*SMALL, "run.if_exists=resume", f"run.root={tmp_path}", "run.name=stopped", "trainer.total_steps=3"]
+    assert main(["train", "quickstart", *arguments, "model.path=tiny:llama"]) == 2
+    error = capsys.readouterr().err
+    assert "model.path = 'tiny:llama' (this recipe)" in error
+    assert "its weights belong to that model" in error
+
+
+def test_the_same_command_again_on_another_machine_continues_the_copy(tmp_path, capsys):
+    copy = f"trainer.checkpoint_dir=file://{tmp_path}/copy"
+    assert repeat(tmp_path / "here", capsys, copy)[0] == 0
+    code, lines = repeat(tmp_path / "there", capsys, copy, "trainer.total_steps=3")
+    assert (code, lines[0]) == (0, f"Resuming {tmp_path / 'there' / 'stopped'} after step 2")
+
+
+def test_a_folder_that_a_killed_start_left_is_used_again_and_a_foreign_one_is_not(tmp_path, capsys):
+    left = RunDirectory.create(tmp_path, "stopped")
+    code, lines = repeat(tmp_path, capsys)
+    assert (code, lines[0]) == (0, f"Run directory {left.path}")
+    mine = tmp_path / "mine" / "stopped"
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("mine")
+    assert main(["train", "quickstart", *SMALL, "run.if_exists=resume", f"run.root={mine.parent}", "run.name=stopped"])
+    assert "exists and is not a run directory" in capsys.readouterr().err
+    assert [path.name for path in mine.iterdir()] == ["notes.txt"]
+
+
+def test_an_evaluation_alone_never_continues_a_run(tmp_path, capsys):
+    assert repeat(tmp_path, capsys)[0] == 0
+    code, lines = repeat(tmp_path, capsys, "eval.only=true", "eval.num_prompts=2")
+    assert (code, lines[0]) == (0, f"Run directory {tmp_path / 'stopped-2'}")

@@ -14,7 +14,7 @@ from headwater.api import site as sites
 from headwater.cluster import torchrun
 from headwater.cluster.group import LearnerGroup
 from headwater.cluster.torchrun import join
-from headwater.cluster.turns import Activity, Turns
+from headwater.cluster.turns import Activity, EndedRank, Turns
 from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
@@ -40,7 +40,8 @@ class Rank:
 
     def status(self) -> LearnerStatus:
         here = RankStatus(self._rank, "node", 70 + self._rank, f"cuda:{self._rank}", peak_memory_bytes=2**30)
-        return LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=100 * self._number, ranks=(here,))
+        tokens = {"pass_tokens": 10 - self._rank, "forward_pass_tokens": 40 + self._rank}
+        return LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=100 * self._number, **tokens, ranks=(here,))
 
 
 class Calls:
@@ -73,7 +74,9 @@ def calls() -> Calls:
 
 def test_the_status_is_that_of_the_ranks_with_the_largest_memory(calls):
     group = LearnerGroup(Config(), calls)
-    assert replace(group.status(), ranks=()) == LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=200)
+    assert replace(group.status(), ranks=()) == LearnerStatus(
+        3, "cuda:0", 0, 0.1, memory_bytes=200, pass_tokens=10, forward_pass_tokens=42
+    )
     group.offload()
     assert group.status().memory_bytes == 0
 
@@ -92,11 +95,12 @@ def test_the_status_says_what_every_rank_is_doing(calls):
     assert [(each.pid, each.device, each.state) for each in group.status().ranks] == [
         (70 + rank, f"cuda:{rank}", "idle") for rank in range(3)
     ]
-    calls.now = Activity("update", 12.3, "compute, 3.1 s", answered={0}, ended={2: "killed"})
+    calls.now = Activity("update", 12.3, "compute, 3.1 s", answered={0}, ended={2: EndedRank("killed", 99.5)})
     first, second, third = group.status().ranks
     assert first.state == "has completed update and waits for the others"
     assert (second.state, second.last_call, second.is_alive) == ("executes update for 12 s", "compute, 3.1 s", True)
-    assert (third.state, third.is_alive) == ("ended: killed", False)
+    assert (third.state, third.is_alive, third.alive_at) == ("ended: killed", False, 99.5)
+    assert second.alive_at is None
 
 
 def test_a_turn_is_remembered_but_not_that_of_the_status():

@@ -44,10 +44,13 @@ def test_a_silent_rank_on_another_machine_has_ended_within_a_minute(monkeypatch)
             first.on_gone = has_ended.set
             assert not has_ended.wait(silence_s + 0.2), first.gone()
             second.stop()
-            began = time.monotonic()
+            began, began_at = time.monotonic(), time.time()
             assert has_ended.wait(60)
             assert time.monotonic() - began > silence_s / 3
             said = r"rank 1: no sign of life for \d+ s \(its process or its machine has ended\)"
-            assert re.fullmatch(said, first.gone())
+            found = re.fullmatch(rf"{said}, noticed at most (\S+) s later", first.gone())
+            assert found
+            assert float(found[1]) >= silence_s / 3
+            assert began_at - silence_s <= first.ended()[1].alive_at <= time.time() - silence_s / 3
 
     long_enough(check, 1.5, 15.0)

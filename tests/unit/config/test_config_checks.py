@@ -7,6 +7,7 @@ from headwater.config.load import load_config
 
 FILES = "data.train=[rows.parquet]"
 OWN = "rollout.placement=disaggregated"
+CRITIC = ("critic.enabled=true", "algorithm.advantage=gae")
 
 
 CLASHES = [
@@ -44,6 +45,17 @@ CLASHES = [
         ["trainer.total_steps = 10", "0 to turn it off"],
     ),
     (["trainer.checkpoint_every_steps=101"], "trainer.checkpoint_every_steps = 101", ["trainer.total_steps = 100"]),
+    (
+        ["eval.every_epochs=3", "trainer.total_epochs=2"],
+        "eval.every_epochs = 3",
+        ["trainer.total_epochs = 2", "0 to turn it off"],
+    ),
+    (
+        ["trainer.checkpoint_every_epochs=3", "trainer.total_epochs=2"],
+        "trainer.checkpoint_every_epochs = 3",
+        ["would never save before the end"],
+    ),
+    ([FILES, "eval.every_epochs=1"], "eval.every_epochs = 1", ["data.eval is empty", "data.train"]),
     (
         [
             "learner.num_warmup_steps=12",
@@ -96,6 +108,26 @@ CLASHES = [
         ["learner.schedule = constant never falls; use linear or cosine"],
     ),
     (
+        ["learner.warmup_fraction=0.1", "learner.num_warmup_steps=3"],
+        "learner.warmup_fraction = 0.1",
+        ["learner.num_warmup_steps = 3", "set one of them to 0"],
+    ),
+    (
+        [*CRITIC, "critic.lowest_learning_rate_fraction=0.1"],
+        "critic.lowest_learning_rate_fraction = 0.1",
+        ["nothing reads this", "set critic.schedule to linear or cosine"],
+    ),
+    (
+        [
+            *CRITIC,
+            "critic.schedule=linear",
+            "critic.lowest_learning_rate_fraction=0.1",
+            "learner.lowest_learning_rate_fraction=0.2",
+        ],
+        "learner.lowest_learning_rate_fraction = 0.2",
+        ["learner.schedule = constant never falls"],
+    ),
+    (
         ["rollout.weight_transfer=file"],
         "rollout.weight_transfer = 'file'",
         ["rollout.placement=disaggregated", "'auto'"],
@@ -136,6 +168,14 @@ FITTING = [
     ["learner.max_tokens_per_forward_pass=768"],
     ["eval.every_steps=10", "trainer.checkpoint_every_steps=10", "trainer.total_steps=10"],
     ["learner.num_warmup_steps=9", "trainer.total_steps=10"],
+    ["learner.warmup_fraction=0.1", "learner.schedule=cosine"],
+    ["eval.every_epochs=2", "trainer.checkpoint_every_epochs=2", "trainer.total_epochs=2"],
+    ["trainer.best_metric=eval/reward/mean", "eval.after=false", "eval.every_epochs=1"],
+    ["eval.before=false", "eval.after=false", "eval.every_epochs=1", "eval.num_prompts=3"],
+    ["cluster=ray", "cluster.max_restarts=1", "trainer.checkpoint_every_minutes=30"],
+    [*CRITIC, "critic.schedule=linear", "critic.lowest_learning_rate_fraction=0.1"],
+    [*CRITIC, "critic.schedule=linear", "learner.lowest_learning_rate_fraction=0.1"],
+    [*CRITIC, "learner.schedule=linear", "critic.lowest_learning_rate_fraction=0.1"],
     ["data.num_train_rows=32"],
     ["data.num_train_rows=16", "data.train=[arithmetic, countdown]"],
     ["eval.num_samples_per_prompt=2", "eval.temperature=0.5"],
@@ -170,7 +210,7 @@ def test_asking_for_what_the_recipe_has_off_is_a_problem(write, problems):
         "warm_start.learning_rate = 0.003 (command line)",
         "eval.num_prompts = 8 (command line)",
     ]
-    assert "eval.before, eval.after, eval.every_steps, eval.only are all off" in lines[1]
+    assert "eval.before, eval.after, eval.every_steps, eval.every_epochs, eval.only are all off" in lines[1]
 
 
 def test_all_clashes_come_together_with_all_wrong_values(problems):

@@ -65,6 +65,7 @@ def test_the_recipe_may_be_left_out(capsys):
         "name": "probe",
         "project": "headwater",
         "root": "runs",
+        "if_exists": "number",
         "seed": 5,
         "deterministic": False,
     }

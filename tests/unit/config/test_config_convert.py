@@ -171,7 +171,13 @@ def test_free_form_values_are_copies_that_pickle():
 UNKNOWN_KEYS = [
     ("trainer.total_step=3", "trainer.total_step (command line): no such key; did you mean trainer.total_steps?"),
     ("rollout.share_prompts=3", "rollout.share_prompts (command line): no such key; did you mean learner.share_"),
-    ("data.reward_fn_key=x", "data.reward_fn_key (command line): no such key; did you mean data.data_source_key?"),
+    ("data.reward_fn_key=x", "data.reward_fn_key (command line): no such key; this is verl's name for data.data_so"),
+    (
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.rollout.n (command line): no such key; this is verl's name for roll",
+    ),
+    ("num_generations=3", "num_generations (command line): no such key; this is TRL's name for rollout.num_samples_pe"),
+    ("rollout.num_generations=3", "rollout.num_generations (command line): no such key; this is TRL's name for roll"),
     ("rollout.learning_rate=3", "rollout.learning_rate (command line): no such key; did you mean "),
     ("share_prompts=3", "share_prompts (command line): no such key; did you mean learner.share_prompts?"),
     ("rolout.top_k=3", "rolout.top_k (command line): no such key; did you mean rollout.top_k?"),
@@ -180,7 +186,7 @@ UNKNOWN_KEYS = [
     ("trainer.shrae_prompts=3", "trainer.shrae_prompts (command line): no such key; did you mean learner.share_p"),
     ("rolout={top_k: 3, top_p: 1.0}", "rolout (command line): no such section; did you mean rollout?"),
     ("qqq.zzz=3", "qqq.zzz (command line): no such key; known sections: run, model, "),
-    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, project, root, seed"),
+    ("run.zzzz=3", "run.zzzz (command line): no such key; known keys of run: name, project, root, if_exists"),
 ]
 
 
@@ -188,6 +194,36 @@ def test_an_unknown_key_gets_the_nearest_known_one(problems):
     for override, expected in UNKNOWN_KEYS:
         (line,) = problems(None, override)
         assert line.startswith(expected), override
+
+
+FOREIGN_KEYS = [
+    ("actor_rollout_ref.rollout.n=4", "this is verl's name for rollout.num_samples_per_prompt"),
+    ("rollout.n=4", "this is verl's name for rollout.num_samples_per_prompt"),
+    ("algorithm.adv_estimator=grpo", "this is verl's name for algorithm.advantage"),
+    ("critic={optim: {lr: 1e-5}}", "this is verl's name for critic.learning_rate"),
+    ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", "this is verl's name for rollout.launch.args"),
+    ("trainer.balance_batch=true", "verl has it, but Headwater does not: it is always done"),
+    ("gconfig.n_samples=4", "this is AReaL's name for rollout.num_samples_per_prompt"),
+    ("evaluator={freq_epochs: 1}", "this is AReaL's name for eval.every_epochs"),
+    ("ref.path=x", "this is AReaL's name for reference.path"),
+    ("ref.dtype=bfloat16", "AReaL has it, but Headwater does not: the reference has the settings of the learner"),
+]
+
+
+def test_a_key_of_verl_or_areal_gets_ours(problems):
+    for override, expected in FOREIGN_KEYS:
+        (line,) = problems(None, override)
+        assert f"(command line): no such key; {expected}" in line, override
+
+
+def test_a_recipe_of_verl_is_answered_line_by_line(write, problems):
+    recipe = write(
+        "verl.yaml",
+        "actor_rollout_ref:\n  rollout: {n: 4, name: vllm}\ncritic:\n  optim:\n    lr: 1e-5\n    betas: [0.9, 0.99]\n",
+    )
+    assert [line.partition(" ")[0] for line in problems(recipe)] == [
+        "actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.name", "critic.optim.lr", "critic.optim.betas",
+    ]  # fmt: skip
 
 
 def test_a_name_in_several_sections_suggests_each(problems):

@@ -9,7 +9,7 @@ from headwater.config.schema import Config
 
 
 def notices(*overrides: str, automatic: str | None = "cpu", resolved: bool = False) -> list[str]:
-    loaded = load_config(None, overrides)
+    loaded = load_config(None, ("model.path=tiny:qwen3", "data.train=arithmetic", *overrides))
     given = frozenset(settings(Config)) if resolved else loaded.given
     return [str(each) for each in config_notices(loaded.config, given, automatic)]
 
@@ -34,3 +34,15 @@ def test_an_interpolation_between_equal_policies_is_said():
     (said,) = notices(*decoupled)
     assert "algorithm.old_logprobs = loglinear: is the same as rollout with rollout.max_staleness = 0" in said
     assert notices(*decoupled, "rollout.max_staleness=1") == []
+
+
+def test_a_forgotten_model_or_task_is_said():
+    def said(*overrides: str) -> list[str]:
+        loaded = load_config(None, overrides)
+        return [each.subject for each in config_notices(loaded.config, loaded.given, "cpu")]
+
+    assert said("trainer.total_steps=3") == ["model.path is not given", "data.train is not given"]
+    assert said("data.train=largest_digit") == ["model.path is not given"]
+    assert said("model.path=tiny:llama") == ["data.train is not given"]
+    assert said("model.path=tiny:llama", "data.dataset=mine.py:Rows") == []
+    assert said() == []  # all defaults, as `headwater config` shows them; a resumed run gives none either

@@ -96,6 +96,7 @@ DECIDED = [
         "model.path=tiny:llama",
         "model.path = 'tiny:llama' (command line): {} was made with 'tiny:qwen3', and its we",
     ),
+    ("learner.freeze=[vision]", "learner.freeze = [vision] (command line): {} was made with []"),
     ("run.seed=1", "run.seed = 1 (command line): {} was made with 0"),
     ("data.train=countdown", "data.train = [countdown] (command line): {} was made with [arithmetic]"),
     ("data.task_args.max_operand=99", "data.task_args = {{max_operand: 99}} (command line): {} was made with {{}}"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headwater.core.data_proto import DataProto
 
 QUICK = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 MAX_ROWS = 7

@@ -48,7 +48,7 @@ def test_a_value_that_is_no_number_is_no_value(value):
     np.testing.assert_array_equal(log.tables["eval"].column("a"), [np.nan])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from([*KINDS, "resume"]), st.dictionaries(st.sampled_from([*_TRAIN]), _ANY)),
                 min_size=1, max_size=4))  # fmt: skip
 def test_every_curve_can_be_made_of_any_values(changes):
@@ -80,7 +80,7 @@ def small(tmp_path_factory):
     return run
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_values_in_status_ledger_and_trace_get_an_answer(small, data):
     """An answer that is JSON, or one sentence. Never an error of ours."""

@@ -49,6 +49,17 @@ def test_columns_that_nothing_reads():
     assert notices(rows, workflow="mine.py:Tools") == []
 
 
+def test_a_ground_truth_under_another_name_is_suspected():
+    """A function would receive None as ground_truth and give every response 0."""
+    rows = [tiny.prompt(columns={"answer": "5"}, ground_truth=None)] * 2
+    (said,) = notices(rows)
+    assert "No row has a ground_truth" in said
+    assert said.endswith("data.sources.mine.columns.ground_truth=answer")
+    assert notices(rows, reads=lambda name: name == "answer") == []
+    (said,) = notices([*rows, tiny.prompt(columns={"answer": "5"}, ground_truth="5")])
+    assert "ground_truth" not in said
+
+
 def test_template_arguments_that_the_template_does_not_read():
     assert notices([tiny.prompt()], enable_thinking=False) == []
     (said,) = notices([tiny.prompt()], enable_thinking=False, enable_thinkin=False)

@@ -9,12 +9,26 @@ from headwater.core.errors import DataError
 from headwater.data.tasks import _gym_process
 from headwater.data.tasks.reasoning_gym import gym_entry, reasoning_gym
 
+pytestmark = pytest.mark.xdist_group("reasoning gym")  # which takes seconds to import
+
 OPTIONS = {"min_terms": 2, "max_terms": 3}
+
+
+def generate_here(label, request):
+    """Without a process of its own, which would take seconds to import the gym once more."""
+    made = json.loads(json.dumps(_gym_process.generate(**request)))
+    return made["entries"], made["num_draws"]
+
+
+HERE = ("headwater.data.tasks.reasoning_gym._in_child_process", generate_here)
 
 
 @pytest.fixture(scope="module")
 def chain_sums():
-    return {split: reasoning_gym(split, 40, 0, "chain_sum", **OPTIONS) for split in ("train", "eval")}
+    train = reasoning_gym("train", 40, 0, "chain_sum", **OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*HERE)
+        return {"train": train, "eval": reasoning_gym("eval", 40, 0, "chain_sum", **OPTIONS)}
 
 
 def test_rows(chain_sums):
@@ -86,7 +100,8 @@ def test_errors_cross_the_process_border():
         reasoning_gym("train", 1, 0, "chain_sums")
 
 
-def test_too_few_distinct_problems():
+def test_too_few_distinct_problems(monkeypatch):
+    monkeypatch.setattr(*HERE)
     with pytest.raises(DataError, match=r"num_eval_rows = 50, but 4000 draws found only \d+ distinct eval problems"):
         reasoning_gym("eval", 50, 0, "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)
 

@@ -209,3 +209,9 @@ def test_task_arguments_without_a_task_are_refused(tokenizer, write_jsonl):
     config = DataConfig(train=(path,), task_args={"max_operand": 3})
     with pytest.raises(DataError, match=r"data.task_args = \{'max_operand': 3\}: no data source is a task"):
         RLHFDataset([path], config, tokenizer)
+
+
+def test_a_misspelled_task_with_arguments_is_named(tokenizer):
+    config = DataConfig(train=("arithmetc",), task_args={"max_operand": 3})
+    with pytest.raises(DataError, match=r"data source 'arithmetc': .* did you mean 'arithmetic'"):
+        RLHFDataset(["arithmetc"], config, tokenizer)

@@ -30,6 +30,7 @@ from headwater.config.schema import EngineConfig
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
 from headwater.engine.engine import Engine
+from headwater.engine.sequence import EngineSequence
 from headwater.models.load import load_model
 
 VOCABULARY = 512
@@ -254,11 +255,11 @@ class Streamed:
 class Stepped:
     """An engine that runs one turn of its loop at a time, so that a test controls what happens between rounds.
 
-    engine = Stepped(engine)
-    answer = engine.submit(request)
-    engine.turn(3)
-    engine.call(engine.engine.pause)
-    engine.finish()
+    with stepping(engine) as slow:
+        answer = slow.submit(request)
+        slow.turn(3)
+        slow.call(engine.pause)
+        slow.finish()
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -322,7 +323,8 @@ class Stepped:
         """Wait until the media of this number of requests have been read, so that the next turn starts all of them."""
         deadline = time.monotonic() + LIMIT_S
         while True:
-            read = [each for each in list(self._loop._inbox) if each.reading is not None and each.reading.is_done]
+            waiting = [each for each in list(self._loop._inbox) if isinstance(each, EngineSequence)]
+            read = [each for each in waiting if each.reading is not None and each.reading.is_done]
             if len(read) == num_requests:
                 return
             assert time.monotonic() < deadline, f"the media of {len(read)} of {num_requests} requests were read"
@@ -379,12 +381,18 @@ class Stepped:
 
 @contextmanager
 def stepped(model: Any = None, *, gpu_like: bool = False, **settings: Any) -> Iterator[Stepped]:
-    with running(model, **settings) as engine:
-        slow = Stepped(like_a_gpu(engine) if gpu_like else engine)
-        try:
-            yield slow
-        finally:
-            slow.close()
+    with running(model, **settings) as engine, stepping(like_a_gpu(engine) if gpu_like else engine) as slow:
+        yield slow
+
+
+@contextmanager
+def stepping(engine: Engine) -> Iterator[Stepped]:
+    """The engine step by step. A test that fails lets it run freely, so that it can be closed."""
+    slow = Stepped(engine)
+    try:
+        yield slow
+    finally:
+        slow.close()
 
 
 class Held:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from cases import case
@@ -167,7 +168,7 @@ def test_a_slot_that_is_written_anew_is_sound_again_and_a_copied_page_is_not():
     cache = KVCache(model_spec(), 4, PAGE)
     sound = torch.ones(1, *cache.layer(0)[0].shape[2:])
     cache.store(1, sound, sound * torch.nan, torch.tensor([6]))
-    cache.copy_pages(torch.tensor([1]), torch.tensor([3]))
+    cache.copy_pages(np.array([1]), np.array([3]))
     for layer in range(2):
         cache.store(layer, sound, sound, torch.tensor([6]))
     broken = cache.broken_in(torch.arange(4))

@@ -330,6 +330,37 @@ def test_when_the_device_fails_every_request_fails_with_the_cause_and_so_does_ev
                 call()
 
 
+def cannot_stop_rows(engine, monkeypatch):
+    """Make the device fail when it is told to stop a row."""
+    kill = engine._runner.rows.kill
+
+    def fail(rows):
+        if len(rows):
+            raise RuntimeError("the device is on fire")
+        kill(rows)
+
+    monkeypatch.setattr(engine._runner.rows, "kill", fail)
+
+
+def test_requests_whose_rows_cannot_be_stopped_fail_with_the_engine(whole, monkeypatch):
+    with stepped(max_sequences=2) as slow:
+        answers = [slow.submit(replace(LONG, request_id=name)) for name in ("aborted", "other", "waiting")]
+        slow.turn(3)
+        cannot_stop_rows(slow.engine, monkeypatch)
+        with pytest.raises(RuntimeError, match="on fire"):
+            slow.call(lambda: slow.engine.abort("aborted"))
+        for answer in answers:
+            with pytest.raises(RolloutFailed, match="on fire"):
+                answer.result(LIMIT_S)
+        assert not slow.engine.is_alive
+    stop = tokenizer().decode(whole.output_tokens[40:44])
+    with running() as engine:
+        cannot_stop_rows(engine, monkeypatch)
+        sampling = replace(LONG.sampling, stop_strings=(stop,))
+        with pytest.raises(RolloutFailed, match="on fire"):
+            engine.generate([replace(LONG, sampling=sampling)])
+
+
 def test_a_control_call_in_the_queue_fails_with_the_engine():
     with stepped() as slow:
         answer = slow.submit(LONG)

@@ -124,7 +124,7 @@ def engines():
         context.__exit__(None, None, None)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     st.sampled_from([0, 1, 2]),
     st.permutations(range(len(REQUESTS))),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine.engine_parts import LIMIT_S, Stepped, assert_nothing_is_held, bits, like_a_gpu
+from engine.engine_parts import LIMIT_S, assert_nothing_is_held, bits, like_a_gpu, stepping
 from engine.vision_parts import (
     NAMES,
     asking,
@@ -112,9 +112,8 @@ def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
     asked = [asking(name, [ONE], key, max_new_tokens=24) for key in range(3)]
     changed, other = (dict(reference(name, seed).named_parameters()) for seed in (0, 1))
     changed |= {key: other[key] for key in vision_parameter_names(reference(name))}
-    with running(name, decode_steps=2) as engine:
+    with running(name, decode_steps=2) as engine, stepping(engine) as slow:
         before = engine.weights_checksum()
-        slow = Stepped(engine)
         answers = [slow.submit(each) for each in asked]
         slow.await_media(len(asked))
         while not engine.metrics().num_tokens_generated:
@@ -128,7 +127,6 @@ def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
         slow.let_go()
         again = engine.generate(asked[:1])[0]
         assert_nothing_is_held(engine)
-        slow.close()
     for request, response in zip(asked, responses, strict=True):
         for version, seed in ((0, 0), (2, 1)):
             places = [place for place, each in enumerate(response.output_versions) if each == version]

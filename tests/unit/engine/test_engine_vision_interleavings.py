@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from engine.engine_parts import Stepped, assert_nothing_is_held, like_a_gpu
+from engine.engine_parts import assert_nothing_is_held, like_a_gpu, stepping
 from engine.play import TAGS, Play
 from engine.vision_parts import asking, full_pass, picture, reference, running, weights
 from hypothesis import HealthCheck, given, settings
@@ -67,9 +67,8 @@ def test_no_order_of_operations_mixes_pictures_or_weights(steps, gpu_like):
     with running(NAME, **num_pages(26), max_sequences=4, max_prefill_tokens=11, decode_steps=3) as engine:
         for contents in CONTENTS[1:]:
             engine._media.read(asking(NAME, contents))  # so that requests do not depend on other threads
-        slow = Stepped(like_a_gpu(engine) if gpu_like else engine)
-        play = VisionPlay(slow)
-        try:
+        with stepping(like_a_gpu(engine) if gpu_like else engine) as slow:
+            play = VisionPlay(slow)
             responses = play.play(steps)
             seeds = play.seeds()
             for sent, response in responses:
@@ -81,5 +80,3 @@ def test_no_order_of_operations_mixes_pictures_or_weights(steps, gpu_like):
                     ours, theirs = response.output_logprobs[place], expected[seeds[version]][place]
                     assert ours == pytest.approx(theirs, abs=1e-4)
             assert_nothing_is_held(engine)
-        finally:
-            slow.close()

@@ -123,6 +123,7 @@ def test_requests_that_begin_together_are_answered_or_refused_one_by_one():
     wanted = [request(tokens_of(5), key, max_new_tokens=3) for key in range(4)]
     wrong = replace(wanted[1], input_tokens=(10**6,))
     with running(max_queue=3) as engine:
+        assert engine.capabilities.joint_start, "otherwise a run does not use it"
         alone = [run(engine.agenerate(each)) for each in wanted[:3]]
         _, leaving, found = run(begin(engine, [wanted[0], wrong, wanted[1], wanted[2], wanted[3]]))
         assert isinstance(found[1], RequestError)

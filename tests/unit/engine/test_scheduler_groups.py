@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from engine.engine_parts import make_model, request, running, stepped, texts, tokens_of, weights
@@ -136,6 +137,6 @@ def test_copying_pages_needs_no_more_than_the_memory_that_was_set_aside(num_copi
         patch.setattr(kv_cache, "_PAGE_COPY_BYTES", num_at_once * page_bytes)
         set_aside = kv_cache._page_copy_bytes(page_bytes, 1000)
         with Largest(cache._storage) as largest:
-            cache.copy_pages(torch.tensor(sources), torch.tensor(targets))
+            cache.copy_pages(np.array(sources, np.int64), np.array(targets, np.int64))
     assert torch.equal(cache._storage, expected)
     assert largest.num_bytes <= set_aside

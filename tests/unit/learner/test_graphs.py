@@ -259,29 +259,58 @@ def test_the_oldest_graph_is_discarded(monkeypatch):
     assert graphs._recorder.num_recorded == 4
 
 
-def test_graphs_that_hold_too_much_memory_are_recorded_again():
-    class Growing(Counting):
-        """Nothing that is recorded can use the memory of what was recorded before."""
+class Growing(Counting):
+    """What is recorded can use the memory of larger passes that were recorded before, but not of smaller ones."""
 
-        def record(self, actions):
-            self.num_bytes += 600
-            return super().record(actions)
+    largest = 0
 
-        def forget(self):
-            self.num_bytes = 0
+    def record(self, actions):
+        if self.needed > self.largest:
+            self.num_bytes += self.needed
+            self.largest = self.needed
+        return super().record(actions)
 
+    def forget(self):
+        self.num_bytes = self.largest = 0
+
+
+def test_graphs_that_would_hold_too_much_memory_are_recorded_again():
     module, plain = policy(), policy()
-    graphs = PassGraphs(module, CPU, Growing(), most_bytes=2**40)
-    graphs._most_bytes = 1000  # of what is held; passes themselves are estimated
-    graphs._num_bytes = lambda shape: 0
+    recorder = Growing()
+    graphs = PassGraphs(module, CPU, recorder, most_bytes=1000)
+
+    def num_bytes(shape):
+        recorder.needed = {1: 300, 10: 600, 20: 900}[number]
+        return recorder.needed
+
+    graphs._num_bytes = num_bytes
+    recorded = []
     with torch.no_grad():
-        for number in (1, 10, 20, 1):
+        for number in (1, 10, 20, 1, 10, 20, 1):
             (pack,) = packs(batch(num_groups=number))
             made = graphs(graphs.filled(pack, pack))
             torch.testing.assert_close(made["logprobs"], plain(pack)["logprobs"], atol=1e-4, rtol=1e-4)
-            assert graphs._recorder.num_bytes <= 1200
-    assert graphs._recorder.num_recorded == 4  # the third discarded the first two, one of which is needed again
-    assert graphs.num_kept == 2
+            assert recorder.num_bytes <= 1000
+            recorded.append((recorder.num_recorded, graphs.num_kept))
+    # The second fits beside the first. The third discards both, which then use its memory.
+    assert recorded == [(1, 1), (2, 2), (3, 1), (4, 2), (5, 3), (5, 3), (5, 3)]
+
+
+def test_passes_that_need_more_than_estimated_are_not_recorded_again_and_again():
+    recorder = Growing()
+    graphs = PassGraphs(policy(), CPU, recorder, most_bytes=1000)
+
+    def num_bytes(shape):
+        recorder.needed = {1: 300, 10: 600, 20: 5000}[number]
+        return min(1000, recorder.needed)
+
+    graphs._num_bytes = num_bytes
+    with torch.no_grad():
+        for number in (1, 20, 10, 1, 20, 10, 1, 20):
+            (pack,) = packs(batch(num_groups=number))
+            graphs(graphs.filled(pack, pack))
+    assert recorder.num_recorded == 4
+    assert graphs.num_kept == 3
 
 
 def test_a_recorded_update_reads_nothing_on_the_host(monkeypatch):

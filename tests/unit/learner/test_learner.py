@@ -54,6 +54,12 @@ def test_an_update_and_its_export():
     assert list(one.shapes()) == list(after)
     status = one.status()
     assert (status.num_ranks, status.num_optimizer_steps, status.failure) == (1, 1, "")
+    lengths = data.batch["attention_mask"].sum(dim=1)
+    assert int(lengths.max()) <= status.pass_tokens + 1  # the last token of a row is not computed
+    assert status.pass_tokens <= int(lengths.sum())
+    assert status.forward_pass_tokens == 0
+    one.compute(data, ["logprobs"])
+    assert one.status().forward_pass_tokens == status.pass_tokens, "one pass for the whole batch"
     with pytest.raises(HeadwaterError, match="no critic"):
         one.export("critic")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 
 import pytest
@@ -61,6 +62,41 @@ def test_kept_logits_save_a_product_per_chunk_and_change_no_bit(monkeypatch, dty
         assert products == ([7, 7, 6] if kept_bytes == num_bytes else [7, 7, 6] * 2)
         products.clear()
     assert all(torch.equal(*pair) for pair in zip(*results.values(), strict=True))
+
+
+def test_chunks_are_kept_while_there_is_room(monkeypatch):
+    monkeypatch.setitem(module._CHUNK_ELEMENTS, "cpu", 50 * 7)  # three chunks of 7, 7 and 6 tokens
+    products, logits = [], module._logits
+    monkeypatch.setattr(module, "_logits", lambda *inputs: products.append(len(inputs[0])) or logits(*inputs))
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(*shape, generator=generator) for shape in ((20, 8), (50, 8))]
+    targets = torch.randint(0, 50, (20,), generator=generator)
+    results = []
+    for room, computed in (([], [7, 7, 6] * 2), ([True, False, True], [7, 7, 6, 7]), ([True] * 3, [7, 7, 6])):
+        monkeypatch.setattr(module, "_has_room", lambda *_, room=room: bool(room) and room.pop(0))
+        inputs = [each.clone().requires_grad_() for each in leaves]
+        outputs = token_logprobs(*inputs, None, targets, 0.6, kept_bytes=0, keeps_more=True)
+        (outputs.logprobs.sum() + outputs.entropy.sum()).backward()
+        results.append([*outputs, *(each.grad for each in inputs)])
+        assert products == computed
+        products.clear()
+    for others in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(others, results[0], strict=True))
+
+
+def test_room_is_what_stays_free_for_the_rest_of_a_pass(monkeypatch):
+    weight = torch.empty(100, 8, device="meta")
+    gpu = types.SimpleNamespace(device=types.SimpleNamespace(type="cuda"), shape=weight.shape, numel=weight.numel)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(total_memory=10_000))
+    needed = 2 * 7 * 100 * 4 + 8 * 800 + 1000
+    for free, has_room in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(module, "free_for_large_tensors", lambda _, free=free: free)
+        assert module._has_room(gpu, 7) == has_room
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(module, "free_for_large_tensors", lambda _: 1 << 40)
+    assert not module._has_room(gpu, 7), "while a CUDA graph is recorded"
+    assert not module._has_room(weight, 7), "not on a GPU"
 
 
 def test_a_pass_without_gradients_keeps_no_logits(monkeypatch):

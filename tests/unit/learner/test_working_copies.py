@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from headwater.config.schema import LearnerConfig
 from headwater.learner import ranks
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
-from headwater.learner.working_copies import WorkingCopies
+from headwater.learner.working_copies import WorkingCopies, add_small
 from headwater.models.builtin.tiny import PRESETS, build_config
+from headwater.models.wide_layers import plain_norm, widen_layers
 
 # Processors without bfloat16 multiply its matrices several hundred times more slowly than those of float32.
 SHAPE = replace(
@@ -35,7 +38,10 @@ def engine(**settings) -> TrainEngine:
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"max_tokens_per_microbatch": 40, "checkpoint_activations": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), {"max_tokens_per_microbatch": 40, "checkpoint_activations": True}],
+)
 def test_same_bits_as_fsdp(settings):
     results = []
     for how in ({"convert_at_once": True}, {"convert_at_once": False}):
@@ -48,6 +54,24 @@ def test_same_bits_as_fsdp(settings):
     assert torch.equal(first, second)
     assert torch.equal(first_logprobs, second_logprobs)
     assert first_stats == second_stats
+
+
+def test_layers_that_leave_an_addition_to_the_next_one_have_the_same_bits_in_fsdp(monkeypatch):
+    def add_and_norm(residual, product, weight, eps):
+        total = residual if product is None else residual + product
+        return total, plain_norm(SimpleNamespace(weight=weight, variance_epsilon=eps), total)
+
+    # In plain torch: Triton's interpreter would take half a minute.
+    monkeypatch.setitem(sys.modules, "headwater.models.norm_kernels", SimpleNamespace(add_and_norm=add_and_norm))
+    monkeypatch.setattr(
+        ranks, "widen_layers", lambda model, dtype, **_: widen_layers(model, dtype, uses_kernels=True, defers=True)
+    )
+    results = []
+    for convert_at_once in (True, False):
+        learner = engine(convert_at_once=convert_at_once)
+        actor(learner).update(experience(1))
+        results.append(weights(learner))
+    assert torch.equal(*results)
 
 
 def test_copies_exist_only_during_an_update():
@@ -64,6 +88,16 @@ def test_copies_exist_only_during_an_update():
     assert all(each.dtype == torch.bfloat16 for each in learner.module.parameters())
     copies.put_back()
     assert all(not each.numel() and each.grad is None for each in copies._copies.values())
+
+
+def test_small_gradients_are_added_together_with_the_same_bits():
+    generator = torch.Generator().manual_seed(0)
+    sums, added = ([torch.randn(size, generator=generator) for size in (1, 7, 300)] for _ in range(2))
+    narrow = [each.to(torch.bfloat16) for each in added]
+    expected = [total + part for total, part in zip(sums, narrow, strict=True)]
+    add_small(list(zip(sums, narrow, strict=True)))
+    assert all(map(torch.equal, sums, expected))
+    add_small([])
 
 
 def test_a_failed_pass_puts_the_weights_back():

@@ -238,7 +238,9 @@ def test_a_vision_model_without_mixed_rotary_tables_stays_as_it_is(calls, monkey
 def test_a_learner_on_a_gpu_uses_fused_layers_if_its_settings_say_so(monkeypatch):
     fused, widened = [], []
     monkeypatch.setattr(ranks, "use_fused_layers", fused.append)
-    monkeypatch.setattr(ranks, "widen_layers", lambda model, dtype, *, uses_kernels: widened.append(uses_kernels))
+    monkeypatch.setattr(
+        ranks, "widen_layers", lambda model, dtype, *, uses_kernels, defers: widened.append(uses_kernels)
+    )
     module = types.SimpleNamespace(model="model", layers=[], parameters=list)
     for device, settings in (("cuda", {}), ("cuda", {"fused_layers": False}), ("cuda", {"compile": True}), ("cpu", {})):
         ranks.shard(

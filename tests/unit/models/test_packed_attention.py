@@ -151,3 +151,19 @@ def test_the_gradient_of_repeated_prefixes_is_that_of_indexing(samples: list[lis
 def test_a_pack_without_shared_prompts_repeats_nothing() -> None:
     assert AttentionTables.of(shared_prompts([[3], [4]]), torch.device("cpu")).key_places is None
     assert AttentionTables.of(shared_prompts([[3], [4, 1]]), torch.device("cpu")).key_places is not None
+
+
+def test_gradients_reach_the_projections_without_a_copy() -> None:
+    """They have the layout of the projections' results, ``[tokens, heads, head dim]``."""
+    projected = [torch.randn(1, 5, heads, 4, requires_grad=True) for heads in (3, 1, 1)]
+    seen: list[torch.Tensor] = []
+    states = [each.transpose(1, 2) for each in projected]
+    for each in states:
+        each.register_hook(seen.append)
+    layer = torch.nn.Module()
+    output, _ = packed_attention.attend(
+        layer, *states, None, packed_attention=lambda query, key, value, **_: query * (key + value)
+    )
+    output.sum().backward()
+    assert len(seen) == 3
+    assert all(each.transpose(1, 2).is_contiguous() for each in seen)

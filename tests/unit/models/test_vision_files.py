@@ -23,6 +23,7 @@ from headwater.cli.export import _write_model as write_model
 from headwater.core.errors import ModelError
 from headwater.core.media import MediaContent, rotary_positions
 from headwater.models.load import load_model, load_part, load_processor, load_tokenizer, save_model
+from headwater.models.memory_sizes import ModelSize
 from headwater.models.save import WeightsToSave
 from headwater.models.vision import families
 from headwater.models.vision.frames import fitted_size
@@ -264,6 +265,42 @@ def test_files_in_the_layout_of_published_models(kind: str, tmp_path: Path) -> N
     assert again is not None
     assert again.template.chat_template == template
     assert again.encode(text, [still.content, moving.content]) == read.encode(text, [still.content, moving.content])
+
+
+def _as_published(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """``config.json`` with the keys that the authors of the model have written, for an older transformers."""
+    if name.startswith("qwen"):
+        text = config["text_config"]
+        rope = text.pop("rope_parameters")
+        section = {"mrope_section": rope["mrope_section"]}
+        text["rope_theta"] = rope["rope_theta"]
+        if name == "qwen3_vl":
+            text["rope_scaling"] = {"mrope_interleaved": True, "rope_type": "default", **section}
+            return config
+        # The settings of the language model are not in a section of their own.
+        del config["text_config"]
+        config["vision_config"].update(in_chans=3, spatial_patch_size=config["vision_config"]["patch_size"])
+        return {**text, **config, "rope_scaling": {"type": "mrope", **section}, "use_sliding_window": False}
+    config["vision_config"].update(
+        size={"longest_edge": 112}, max_image_size={"longest_edge": 56}, use_base_siglip=False
+    )
+    config["text_config"]["rope_theta"] = config["text_config"].pop("rope_parameters")["rope_theta"]
+    return {**config, "use_reentrant_checkpointing": False, "vocab_size": config["text_config"]["vocab_size"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_config_as_the_authors_have_written_it(name: str, tmp_path: Path) -> None:
+    processor = processor_of(name)
+    folder = save_model(model_of(name), processor.tokenizer, tmp_path / "model", processor=processor)
+    config = _as_published(name, json.loads((folder / "config.json").read_text()))
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    (folder / "config.json").write_text(json.dumps(config))
+    model = load_model(str(folder), dtype="float32", device="cpu", seed=1)
+    tokens, media = load_processor(str(folder)).encode(question(name, 1), [picture(56, 84)])  # type: ignore[union-attr]
+    expected = assembled_logits(name, tokens, media)
+    torch.testing.assert_close(assembled_logits(name, tokens, media, model), expected, atol=0, rtol=0)
+    assert ModelSize.read(str(folder)) == ModelSize.of(model_of(name))
 
 
 @pytest.mark.parametrize("missing", ["PIL", "transformers"])

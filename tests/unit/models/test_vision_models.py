@@ -16,6 +16,7 @@ from PIL import Image
 from headwater.chat.render import render_chat
 from headwater.config.load import load_config
 from headwater.core.media import Media, MediaContent, rotary_positions, rotary_shift
+from headwater.engine.tower import num_copied_bytes
 from headwater.models import precision
 from headwater.models.flops import PassFlops
 from headwater.models.load import load_model, load_processor, load_tokenizer, vocabulary_size
@@ -176,8 +177,13 @@ def test_sizes_and_costs_count_the_tower(name: str) -> None:
     assert size.num_vision_parameters == sum(counts[key] for key in vision_parameter_names(model)) > 0
     assert {key for key, _, _ in size.linear_shapes} >= {"q_proj", "down_proj"}
     assert len(size.linear_shapes) == 4 * 7, "the layers of the decoder only"
-    # Two blocks of width 64 see each of the 4 patches of a token.
-    assert size.vision_values == 4 * 64 * 2
+    tower = size.tower
+    assert tower is not None
+    assert (tower.num_blocks, tower.width, tower.patches_per_token) == (2, 64, 4)
+    assert tower.copied_bytes(4) == num_copied_bytes(model), "what the engine copies"
+    pixels = processor_of(name).inputs(picture(56, 56))["pixel_values"]
+    if name.startswith("qwen"):
+        assert tower.numbers_per_patch == pixels.shape[-1]
     flops = PassFlops.of(model, model.get_decoder().layers, num_outputs=512)
     block = 64 * 64 * 4 + 64 * 128 * (3 if name == "qwen2_5_vl" else 2)
     assert flops.per_media_token >= 2 * 4 * 2 * block

@@ -47,10 +47,19 @@ def test_in_float32_wide_layers_have_the_bits_of_the_others():
 def test_the_fused_forward_pass_computes_what_the_layers_do():
     pytest.importorskip("triton", exc_type=ImportError)
     plain = make_model("llama")
-    fused = copy.deepcopy(plain)
-    assert widen_layers(fused, torch.float32, uses_kernels=True)
-    for ours, expected in zip(result(fused), result(plain), strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+    expected = result(copy.deepcopy(plain))
+    found = []
+    for defers in (False, True):
+        fused = copy.deepcopy(plain)
+        assert widen_layers(fused, torch.float32, uses_kernels=True, defers=defers)
+        outputs = []
+        fused.model.layers[0].register_forward_hook(lambda *call, kept=outputs: kept.append(call[2]))
+        found.append(result(fused))
+        assert isinstance(outputs[0], tuple) == defers
+        for ours, theirs in zip(found[-1], expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs), "an addition in another kernel has the same bits"
 
 
 def test_the_residual_stream_stays_float32_and_products_narrow():

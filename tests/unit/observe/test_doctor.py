@@ -488,6 +488,9 @@ def test_ranks_are_shown_unless_the_run_is_the_only_one(run):
     first = f"0: cuda:0 of {socket.gethostname()}, process {os.getpid()}, peak 3.0 GiB, last call update, 3.1 s; idle"
     assert lines == [first, "1: cuda:0 of b, process 7, peak 3.0 GiB; ended: killed"]
     assert json.loads(json.dumps(diagnosis.to_json()))["ranks"][1]["host"] == "b"
+    ended = {"state": "failed", "error": "RankFailed: rank 1: killed", "time": NOW - 1}
+    write_status(run, learner={"num_ranks": 2, "ranks": [own, other | {"alive_at": NOW - 4.5}]}, **ended)
+    assert examine(run).ranks[1].state == "ended: killed; the run ended at most 3.5 s later"
 
 
 def test_a_learner_that_waits_is_reported(run):

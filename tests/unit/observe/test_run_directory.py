@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from log import own_records
 
@@ -23,6 +25,24 @@ def test_a_root_that_is_a_file_is_an_error(tmp_path):
 def test_opening_something_else_is_an_error(tmp_path):
     with pytest.raises(RunError, match="not a run directory"):
         RunDirectory.open(tmp_path)
+
+
+def test_a_folder_of_runs_or_a_part_of_one_is_answered_with_the_run(tmp_path):
+    for name in ("old", "new"):
+        RunDirectory.create(tmp_path / "runs", name).write_config("a: 1")
+    os.utime(tmp_path / "runs/old", (0, 0))
+    with pytest.raises(RunError, match=r"folder of runs; give one of them, for example .*runs/new$"):
+        RunDirectory.open(tmp_path / "runs")
+    with pytest.raises(RunError, match=r"it is a part of a run; give .*runs/old$"):
+        RunDirectory.open(tmp_path / "runs/old/checkpoints/step_000002")
+    with pytest.raises(RunError, match=r"did you mean .*runs/new\?"):
+        RunDirectory.open(tmp_path / "runs/nwe")
+
+
+def test_a_folder_is_not_its_own_correction(tmp_path):
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(RunError, match=r"for example runs/quickstart$"):
+        RunDirectory.open(tmp_path / "runs")
 
 
 def test_settings_of_a_resume_are_kept_in_addition_to_the_first(tmp_path):

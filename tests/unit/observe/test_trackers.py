@@ -153,6 +153,9 @@ def test_the_console_prints_all_metrics_or_those_that_are_asked_for(tmp_path):
     assert run_all(made, tmp_path) == []
     assert output.getvalue().splitlines()[:2] == ["step:1 - reward/mean:0.25", "step:2 - reward/mean:0.5"]
     assert "response='2 | two\\nlines'" in output.getvalue()
+    few = Trackers.of(["console"], {"console": {"only": ["odd"]}}, Display(Console(file=(output := io.StringIO()))))
+    assert run_all(few, tmp_path) == []
+    assert output.getvalue().splitlines()[0] == "step:2 - odd:nan", "nothing is said about a step without them"
 
 
 def test_json_lines_of_several_runs_share_a_file(tmp_path):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from headwater.core.capabilities import Capabilities
+
 
 class HeldEngine:
+    capabilities = Capabilities()
+
     def __init__(self) -> None:
         self.calls: list[str] = []
 

@@ -207,11 +207,9 @@ def test_an_error_of_the_data_reaches_the_learner():
 
 
 def test_an_engine_that_cannot_be_held_reaches_the_learner():
-    class Broken:
+    class Broken(HeldEngine):
         def pause(self):
             raise RolloutFailed("the engine is gone")
-
-        def resume(self): ...
 
     class Asking:
         async def arun_episode(self, engine, data):

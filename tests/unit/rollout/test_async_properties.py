@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from rollout.executor_parts import Rows, runner_of
 
 import headwater.rollout.executor as executor_module
+from headwater.core.capabilities import Capabilities
 from headwater.core.errors import RewardFailed
 from headwater.core.protocols import EpisodeInput
 from headwater.core.records import Score, Trajectory
@@ -75,6 +76,8 @@ class TurningCondition:
 
 class Engine:
     """Generates a token every few turns, tagged with the current version."""
+
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         self.version = 0

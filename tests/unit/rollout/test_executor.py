@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -13,11 +15,13 @@ from patience import long_enough
 from rollout.executor_parts import Rows, Scripted, draw_of, executor_of, number_of, ok, one_batch, uids
 from rollout.held_engine import HeldEngine
 
+from headwater.core.capabilities import Capabilities
 from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTimeout
 from headwater.core.protocols import EpisodeState
 from headwater.core.records import DropKind
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
-from headwater.rollout.flight import Dispatch, Flight, JointStart
+from headwater.rollout import flight as flight_module
+from headwater.rollout.flight import Dispatch, Flight, JointStart, JointTurns
 
 
 def fails_on(*names: str, error: type[Exception] = RewardFailed) -> Scripted:
@@ -199,6 +203,8 @@ def test_the_greedy_episode_starts_with_its_group():
 class JointAskedEngine(AskedEngine):
     """Takes requests in one call, and refuses those that it is told to."""
 
+    capabilities = Capabilities(joint_start=True)
+
     def __init__(self, refused=()) -> None:
         super().__init__()
         self.refused = refused
@@ -263,6 +269,106 @@ def test_an_engine_that_others_use_or_that_needs_no_waves_is_not_held(admission)
     engine = AskedEngine()
     one_batch(Asking(), engine=engine, batch_size=4, num_samples=3, **admission)
     assert sorted(engine.calls) == NAMES
+
+
+def test_without_waves_the_requests_of_one_turn_enter_in_one_call_and_slow_episodes_are_not_awaited():
+    engine = JointAskedEngine()
+    batch = one_batch(Asking(), engine=engine, batch_size=4, num_samples=3, in_waves=False)
+    assert engine.calls == [" ".join(NAMES)]
+    assert uids(batch) == ["row0", "row1", "row2", "row3"]
+    engine = JointAskedEngine(refused=("row1/2",))
+    batch = one_batch(Asking(), engine=engine, batch_size=3, num_samples=3, on_failure="drop", in_waves=False)
+    assert uids(batch) == ["row0", "row2", "row3"]
+    assert [(each.uid, each.kind) for each in batch.dropped] == [("row1", DropKind.ENGINE_FAILED)]
+
+    engine, may_begin = JointAskedEngine(), threading.Event()
+
+    class SlowFirst(Asking):
+        async def arun_episode(self, engine, data):
+            if data.prompt.uid == "row0":
+                await asyncio.to_thread(may_begin.wait)
+            else:
+                may_begin.set()  # only once the others have begun
+            return await super().arun_episode(engine, data)
+
+    one_batch(SlowFirst(), engine=engine, batch_size=2, num_samples=2, in_waves=False)
+    assert sorted(" ".join(engine.calls).split()) == ["row0/0", "row0/1", "row1/0", "row1/1"]
+    assert "row1/0" in engine.calls[0]
+    assert "row0/0" not in engine.calls[0]
+
+
+def asked(turns: JointTurns, *names: str) -> list[asyncio.Task[ModelResponse]]:
+    requests = [ModelRequest(name, (5,), SamplingParams(max_new_tokens=1), 0) for name in names]
+    return [asyncio.create_task(turns.agenerate(request)) for request in requests]
+
+
+def test_an_episode_that_goes_away_before_or_after_its_turn_leaves_no_request():
+    async def scene() -> JointAskedEngine:
+        engine = JointAskedEngine()
+        turns = JointTurns(engine, asyncio.get_running_loop())
+        gone, never, answered = asked(turns, "gone", "never", "answered")
+        asyncio.get_running_loop().call_soon(gone.cancel)  # after it has sent its request, before the engine has it
+        assert (await answered).output_tokens == (8,)
+        never.cancel()
+        await asyncio.wait([gone, never])
+        assert gone.cancelled()
+        (later,) = asked(turns, "later")
+        await later
+        return engine
+
+    engine = asyncio.run(scene())
+    assert (engine.calls, engine.left) == (["never answered", "later"], ["never"])
+
+
+def test_a_workflow_may_send_requests_from_a_thread_with_another_event_loop():
+    class Threaded(Asking):
+        async def arun_episode(self, engine, data):
+            return await asyncio.to_thread(lambda: asyncio.run(super(Threaded, self).arun_episode(engine, data)))
+
+    engine = JointAskedEngine()
+    batch = one_batch(Threaded(), engine=engine, batch_size=2, num_samples=2, in_waves=False)
+    assert uids(batch) == ["row0", "row1"]
+    assert sorted(engine.calls) == ["row0/0", "row0/1", "row1/0", "row1/1"]
+
+
+def test_the_engine_begins_before_very_many_episodes_of_one_turn_are_built(monkeypatch):
+    async def scene() -> list[str]:
+        engine = JointAskedEngine()
+        turns = JointTurns(engine, asyncio.get_running_loop())
+        await asyncio.gather(*asked(turns, "1", "2", "3", "4", "5"))
+        return engine.calls
+
+    monkeypatch.setattr(flight_module, "_MOST_PER_TURN", 2)
+    assert asyncio.run(scene()) == ["1 2", "3 4", "5"]
+
+
+def test_an_engine_that_takes_no_request_fails_all_of_them():
+    class Broken(JointAskedEngine):
+        def begin(self, requests, answers):
+            raise OSError("no device")
+
+    async def scene() -> list[BaseException | ModelResponse]:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda *_: None)
+        return await asyncio.gather(*asked(JointTurns(Broken(), loop), "1", "2"), return_exceptions=True)
+
+    assert [str(each) for each in asyncio.run(scene())] == ["the engine did not take the request: no device"] * 2
+
+
+def test_a_flight_that_has_ended_is_freed_without_garbage_collection(in_waves):
+    flights = []
+
+    class Noting(Asking):
+        async def arun_episode(self, engine, data):
+            flights.append(weakref.ref(engine.flight))
+            return await super().arun_episode(engine, data)
+
+    gc.disable()
+    try:
+        one_batch(Noting(), engine=JointAskedEngine(), batch_size=2, num_samples=2, in_waves=in_waves)
+        assert [each() for each in flights] == [None] * 4
+    finally:
+        gc.enable()
 
 
 # Given prompts, as evaluation runs them

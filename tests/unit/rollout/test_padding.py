@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.core.records import Trajectory
-from headwater.rollout.group import Group, add_to_scores, pad_trajectories
+from headwater.rollout.group import Group, add_to_scores, num_replies, num_turns, pad_trajectories, score_columns
 
 
 @settings(deadline=None, max_examples=25)
@@ -95,5 +95,15 @@ def test_the_reward_of_a_turn_whose_last_token_is_not_trained_reaches_the_others
 def test_an_added_score_is_on_the_last_trained_token_or_else_on_the_last_token():
     for oldest_left, column in ((4, 3), (5, 4)):
         group, _ = Group(tiny.prompt(), (two_turns(3, 4),)).without_older(oldest_left)
-        added = add_to_scores(torch.zeros(1, 5), torch.tensor([0.5]), group.trajectories)
+        mask = pad_trajectories(group.trajectories, pad_token_id=0).batch["response_mask"].numpy()
+        columns = torch.from_numpy(score_columns(group.trajectories, mask))
+        added = add_to_scores(torch.zeros(1, 5), torch.tensor([0.5]), columns)
         assert added.tolist() == [[0.5 if each == column else 0.0 for each in range(5)]], oldest_left
+
+
+def test_turns_are_counted_together_as_one_by_one():
+    given = [two_turns(3, 4), tiny.trajectory(1), replace(two_turns(1, 2), info={"num_turns": 7})]
+    counts = [num_replies(given[0]), num_replies(given[1]), 7]
+    assert num_turns(given) == counts
+    assert num_turns(given[2:]) == [7]
+    assert counts[0] == 2

@@ -9,14 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import tiny
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater.algorithms.diagnostics import staleness_histogram
-from headwater.core.records import NOT_SAMPLED, Trajectory
+from headwater.core.records import NOT_SAMPLED, Trajectory, make_arrays
 from headwater.rollout.flight import Dispatch, version_runs
-from headwater.rollout.group import Group, PromptDraw, add_to_scores, pad_trajectories
+from headwater.rollout.group import Group, PromptDraw, pad_trajectories, score_columns
 from headwater.rollout.snapshot import RolloutSnapshot
 from headwater.rollout.staleness import Finished
 from headwater.trainer.tables import write_rollouts
@@ -67,7 +66,7 @@ def work(num_tokens: int, folder) -> dict[str, Callable[[], object]]:
         "the oldest version": group.oldest_version,
         "masking older tokens": lambda: group.without_older(4)[0].oldest_version(),
         "padding": lambda: pad_trajectories(trajectories, 0),
-        "scores": lambda: add_to_scores(torch.zeros(3, 2 * num_tokens), torch.ones(3), trajectories),
+        "scores": lambda: score_columns(trajectories, np.zeros((3, 2 * num_tokens), np.float32)),
         "versions of a response": lambda: version_runs(trajectories[0].versions),
         "the histogram of ages": lambda: staleness_histogram(padded["versions"], padded["response_mask"], 4),
         "a rollout file": lambda: write_rollouts(
@@ -107,8 +106,10 @@ def test_arrays_and_turns_are_what_the_tuples_say(tokens):
     expected = tuple(int(one and version >= 1) for one, version in zip(mask, versions, strict=True))
     assert masked.trajectories[0].loss_mask == expected
     assert num_masked == sum(mask) - sum(expected)
+    together = [replace(made, sample=1), made, replace(tiny.trajectory(size), sample=2)]  # the second has its arrays
+    make_arrays(together)
     for name in ("tokens", "loss_mask", "logprobs", "versions"):
-        for each in (made, masked.trajectories[0]):
+        for each in (made, masked.trajectories[0], *together):
             assert np.array_equal(getattr(each.arrays, name), getattr(each, name))
 
 

@@ -109,7 +109,7 @@ def check_refusal(error: ApiError | None) -> None:
         assert json.loads(write_json(error.body()))["error"]["message"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(READERS)), st.data())
 def test_any_object_is_read_or_refused(call, data):
     read, fields = READERS[call]

@@ -51,6 +51,7 @@ def test_bodies():
         (InitGroup.read, {"master_port": 5}, "give all of them"),
         (UpdateFromGroup.read, {**TENSORS, "names": ["w", "v"]}, "lists of the same length"),
         (UpdateFromGroup.read, {**TENSORS, "dtypes": ["int8"]}, "dtypes[0]"),
+        (UpdateFromGroup.read, {**TENSORS, "load_format": "flattened_bucket"}, "one tensor after the other"),
     ):
         assert_refused(read, [(body, part)])
 
@@ -90,6 +91,7 @@ def test_a_trainer_for_sglang_sends_weights_over_its_own_group(engine):
             async with client.post(path, json=values) as answer:
                 return answer.status, await answer.json()
 
+        await post("/begin_weight_update", {})  # of a trainer that died then
         replies = [await post("/update_weights_from_distributed", body)]
         replies.append(await post("/init_weights_update_group", {**GROUP, "master_port": port, "backend": "gloo"}))
         replies.append(await post("/update_weights_from_distributed", {**body, "names": ["w", *body["names"][1:]]}))
@@ -112,3 +114,40 @@ def test_a_trainer_for_sglang_sends_weights_over_its_own_group(engine):
     assert "unknown w" in replies[2][1]["message"]
     assert engine.weights_checksum() == checksum(learner.named_parameters())
     assert engine.get_version() == 7
+
+
+def test_a_trainer_for_newer_versions_sends_the_weights_of_an_update_in_several_calls(engine):
+    learner, before = tiny.model(1), engine.weights_checksum()
+    named = [(name, each.detach()) for name, each in learner.named_parameters()]
+    checksums = []
+
+    def body(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+        shapes = [list(each.shape) for _, each in part]
+        return {"names": [name for name, _ in part], "dtypes": ["float32"] * len(part), "shapes": shapes}
+
+    async def run(client: TestClient[Any, Any]) -> list[bool]:
+        async def post(path: str, values: dict[str, Any]) -> bool:
+            async with client.post(path, json=values) as answer:
+                return (await answer.json())["success"]
+
+        joined = {**GROUP, "master_port": host_store("127.0.0.1").port, "backend": "gloo", "group_name": "newer"}
+        replies = [await post("/end_weight_update", {}), await post("/init_weights_update_group", joined)]
+        replies += [await post("/begin_weight_update", {}), await post("/begin_weight_update", {"selector": "all"})]
+        for part, last in ((named[:2], {}), (named[2:], {"weight_version": "7"})):
+            call = {**body(part), "group_name": "newer", **last}
+            replies.append(await post("/update_weights_from_distributed", call))
+            checksums.append(engine.weights_checksum())
+        return [*replies, await post("/end_weight_update", {})]
+
+    async def served() -> list[bool]:
+        app = build_app(engine, tiny.tokenizer(), ServerOptions("tiny"))
+        async with TestClient(TestServer(app)) as client:
+            return await asyncio.wait_for(run(client), 120)
+
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(trainer, "newer", [each for _, each in named])
+        replies = asyncio.run(served())
+        sending.result(60)
+    assert replies == [False, True, True, False, True, True, True]
+    assert checksums == [before, before], "requests never see a part of an update"
+    assert (engine.weights_checksum(), engine.get_version()) == (checksum(learner.named_parameters()), 7)

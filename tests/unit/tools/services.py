@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -88,6 +93,36 @@ def run_code() -> Service:
         except Exception as error:  # noqa: BLE001  the code may raise anything
             result = {"status": "Finished", "return_code": 1, "stderr": f"{type(error).__name__}: {error}\n"}
         result |= {"stdout": output.getvalue(), "execution_time": time.monotonic() - began}
+        status = "Success" if result["return_code"] == 0 else "Failed"
+        return {"status": status, "message": "", "compile_result": None, "run_result": result}
+
+    return Service("/run_code", answer)
+
+
+def run_scripts() -> Service:
+    """Sandbox Fusion's protocol, with a process and a folder for each script."""
+
+    def answer(payload: dict[str, Any]) -> dict[str, Any]:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "main.py").write_text(payload["code"])
+            try:
+                ended = subprocess.run(
+                    [sys.executable, "main.py"],
+                    input=payload["stdin"],
+                    cwd=folder,
+                    env={"PATH": os.environ["PATH"]},
+                    capture_output=True,
+                    text=True,
+                    timeout=payload["run_timeout"],
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                result: dict[str, Any] = {"status": "TimeLimitExceeded", "return_code": None}
+            else:
+                result = {"status": "Finished", "return_code": ended.returncode}
+                result |= {"stdout": ended.stdout, "stderr": ended.stderr}
+        result |= {"execution_time": time.monotonic() - began}
         status = "Success" if result["return_code"] == 0 else "Failed"
         return {"status": status, "message": "", "compile_result": None, "run_result": result}
 

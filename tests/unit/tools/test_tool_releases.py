@@ -123,7 +123,7 @@ def _short_grace():
 
 
 @given(episodes, st.integers(1, 3))
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(max_examples=25)
 def test_each_created_instance_is_released_once(plan, max_concurrent):
     logs = [Log(), Log()]
     box = toolbox(AsyncTool(logs[0]), SyncTool(logs[1]), timeout_s=LIMIT_S, max_concurrent=max_concurrent)

@@ -12,11 +12,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from trainer.experience_parts import batch, move_policy, policy_logprobs, scores, training, trajectory, with_logprobs
 
-from headwater.config.schema import Config
 from headwater.core.errors import DataError, MissingColumn, RunError
 from headwater.learner.export import merged_weights
 from headwater.rollout.group import Group, RolloutBatch, pad_trajectories
-from headwater.trainer.experience import logprob_sources
 
 
 def test_a_plain_run_takes_what_the_engine_recorded():
@@ -150,6 +148,19 @@ def test_recomputed_logprobs_replace_the_recorded_ones_and_the_gap_is_reported()
     assert made.metrics["rollout_gap/kl"] == pytest.approx(-0.25, rel=1e-4)
 
 
+def test_log_probs_that_nothing_else_reads_are_left_to_the_update(monkeypatch):
+    parts, rollouts = training("algorithm.old_logprobs=recompute", "trainer.save_learner_logprobs=false"), batch()
+    rollouts = with_logprobs(rollouts, policy_logprobs(parts, rollouts) - 0.25)
+    monkeypatch.setattr(parts.learner, "compute", None)
+    made = parts.experience.make(rollouts, version=0)
+    assert {"old_logprobs", "sum_pi_squared"}.isdisjoint(made.data.batch.keys())
+    assert made.data.meta_info["measures_itself"]
+    assert made.saved.keys() == {"advantages", "returns"}
+    stats = parts.learner.update(made.data)
+    assert stats["rollout_gap/logprob_abs_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert stats["actor/ratio_p01"] == stats["actor/ratio_p99"] == 1.0
+
+
 def test_metrics_reports_how_far_off_the_guess_between_the_policies_is():
     """Sampled two versions ago, the proximal policy is half way: half of the gap of 1 is the error."""
     parts, rollouts = training("algorithm.old_logprobs=metrics"), batch()
@@ -275,15 +286,3 @@ def test_rewards_that_are_no_equal_lists_are_refused(parts):
     rollouts = with_parts(batch(num_groups=1, num_samples=2), *parts)
     with pytest.raises(DataError, match=r"reward_parts must be lists.*fix reward\.function"):
         training("algorithm.advantage=gdpo").experience.make(rollouts, version=0)
-
-
-def test_a_run_says_which_log_probs_it_uses():
-    def sources(**changes) -> str:
-        return logprob_sources(replace(Config(), algorithm=replace(Config().algorithm, **changes)))
-
-    assert sources() == (
-        "Log-probs: the engine (embedded) records those of sampled tokens; updates are measured from the same "
-        "log-probs (algorithm.old_logprobs = rollout); no reference model is used"
-    )
-    assert "which a forward pass computes before the update" in sources(old_logprobs="recompute")
-    assert "the reference model computes those of algorithm.kl_in_loss" in sources(kl_in_loss=0.1)

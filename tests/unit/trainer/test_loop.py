@@ -19,7 +19,7 @@ from headwater.trainer import loop
 from headwater.trainer.callbacks import Callback, StopTraining
 from headwater.trainer.checkpoint import Checkpoints
 from headwater.trainer.learner_setup import build_training
-from headwater.trainer.loop import Trainer
+from headwater.trainer.loop import Periods, Trainer
 from headwater.trainer.memory_turns import MemoryTurns
 from headwater.trainer.recorder import Recorder
 from headwater.trainer.rollout_setup import build_rollout
@@ -104,6 +104,50 @@ def test_the_time_of_a_step_contains_files_evaluations_and_checkpoints(run, tmp_
         assert sum(each.get(f"time/{name}_s", 0.0) for name in names) == pytest.approx(each["time/step_s"])
         assert all(each[f"time/{name}_s"] > 0 for name in names[:6])
     assert all(each["time/evaluate_s"] > 0 and each["time/checkpoint_s"] > 0 for each in steps[1:])
+
+
+def test_evaluations_and_checkpoints_after_epochs_and_minutes(run, tmp_path):
+    settings = [
+        "warm_start.num_steps=0", "eval.before=false", "eval.after=false", "trainer.total_steps=6",
+        "trainer.num_prompts_per_step=6", "trainer.keep_checkpoints=9", "rollout.num_samples_per_prompt=1",
+        "algorithm.advantage=reinforce_plus_plus",
+    ]  # fmt: skip
+    run(*settings, "eval.every_epochs=1", "trainer.checkpoint_every_epochs=2")
+    records = RunDirectory(tmp_path / "run").read_metrics()
+    # 16 prompts, 6 in a step: epochs end during steps 3 and 6.
+    assert [each["step"] for each in records if each["kind"] == "eval"] == [3, 6]
+    assert RunDirectory(tmp_path / "run").checkpoint_steps() == [6]
+    run(*settings, "trainer.checkpoint_every_minutes=1e-9")
+    assert RunDirectory(tmp_path / "run-2").checkpoint_steps() == [1, 2, 3, 4, 5, 6]
+
+
+def periods(num_prompts=10, *overrides, clock=lambda: 0.0):
+    return Periods(load_config(None, ["trainer.num_prompts_per_step=4", *overrides]).config, num_prompts, clock)
+
+
+def test_an_epoch_ends_with_the_step_that_takes_the_last_of_its_prompts():
+    every = periods(10, "eval.every_epochs=1", "trainer.checkpoint_every_epochs=2")
+    assert [step for step in range(1, 12) if every.evaluates(step)] == [3, 5, 8, 10]
+    assert [step for step in range(1, 12) if every.saves(step)] == [5, 10]
+    assert every.may_save(0, 5)
+    assert not every.may_save(5, 9)
+    both = periods(10, "eval.every_epochs=2", "eval.every_steps=3")
+    assert [step for step in range(1, 11) if both.evaluates(step)] == [3, 5, 6, 9, 10]
+
+
+def test_minutes_count_from_the_last_checkpoint():
+    now = [100.0]
+    every = periods(10, "trainer.checkpoint_every_minutes=2", clock=lambda: now[0])
+    assert not every.saves(1)
+    now[0] = 219.9
+    assert not every.saves(2)
+    now[0] = 220.0
+    assert every.saves(3)
+    every.saved()
+    assert not every.saves(4)
+    assert every.may_save(3, 4)
+    assert not every.may_save(4, 4)
+    assert not periods(10).may_save(0, 100)
 
 
 def test_a_run_with_a_reference_and_checkpointed_layers_starts_and_goes_on(run, tmp_path):

@@ -12,16 +12,16 @@ from headwater.config.load import load_config
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.trainer import memory_advice
-from headwater.trainer.memory_advice import NEW_RUN, remedies
+from headwater.trainer.memory_advice import NEW_RUN, Known, remedies
 
 STAGES = ("wait", "experience", "train", "publish", "offload", "checkpoint", "evaluate", "warm_start", "load_engine",
           "load_learner", "resume")  # fmt: skip
 PPO = ["algorithm.advantage=gae", "critic.enabled=true"]
 
 
-def advice(*settings: str) -> dict[str, list[str]]:
+def advice(*settings: str, known: Known | None = None) -> dict[str, list[str]]:
     config = load_config(None, settings).config
-    return {stage: list(remedies(stage, config, 10**9, 50_000)) for stage in STAGES}
+    return {stage: list(remedies(stage, config, 10**9, 50_000, known)) for stage in STAGES}
 
 
 def resumes(before: Config, given: list[str], line: str) -> bool:
@@ -45,6 +45,16 @@ def test_what_is_advised_is_possible(on_gpu, monkeypatch):
             assert resumes(before, given, line) == (NEW_RUN not in line), line
         assert on_gpu == any("learner.offload_optimizer" in line for line in lines), "it has no effect on a CPU"
     assert any(NEW_RUN in line and "critic.path" in line for line in advice(*PPO)["train"])
+
+
+def test_what_is_advised_for_pictures_is_possible():
+    given = ["model.path=tiny:qwen2_5_vl"]
+    before = load_config(None, given).config
+    lines = advice(*given, known=Known.of(before))["train"]
+    of_pictures = [line for line in lines if "max_image_pixels" in line or "freeze" in line]
+    assert len(of_pictures) == 2
+    for line in of_pictures:
+        assert resumes(before, given, line) == (NEW_RUN not in line), line
 
 
 def test_the_present_values_are_those_that_the_engine_uses(monkeypatch):

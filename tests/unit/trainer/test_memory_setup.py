@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Qwen2Config
+from transformers import Qwen2_5_VLConfig, Qwen2Config
 
 from headwater import train
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, DeviceMemoryFull, ModelError
 from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
+from headwater.engine.media import CACHE_BYTES, GPU_TOWER_BYTES
 from headwater.models.load import load_model
 from headwater.models.memory_sizes import ModelSize
 from headwater.models.scored import load_critic
@@ -44,6 +45,21 @@ def seven():
     config = Qwen2Config(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, max_position_embeddings=32768, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Models(ModelSize.of_config(config), {})
+
+
+@pytest.fixture(scope="module")
+def seeing():
+    """The shape of Qwen2.5-VL-3B."""
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+        },
+        vision_config={"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                       "out_hidden_size": 2048},
+        tie_word_embeddings=True,
     )  # fmt: skip
     return Models(ModelSize.of_config(config), {})
 
@@ -299,6 +315,48 @@ def test_a_run_follows_its_plan(residency, tmp_path, monkeypatch, capsys):
     assert not config.engine.keep_addresses
 
 
+def test_pictures_are_part_of_the_plan(seven, seeing):
+    assert "pictures" not in plan_of(seven, CHECKPOINTED)[0].holders
+    plan, _ = plan_of(seeing, CHECKPOINTED)
+    # Of each of 32 blocks, three matrices of 1280 by 3420, filled up to 3456, in bfloat16.
+    copies = 32 * 3 * 1280 * 3456 * 2
+    pictures = plan.holders["pictures"]
+    assert pictures.train == CACHE_BYTES + copies
+    assert pictures.generate == CACHE_BYTES + copies + GPU_TOWER_BYTES
+    configs = (load_config(None, [*SHAPE, *more]).config for more in ((), ("learner.freeze=[vision]",)))
+    trained, frozen = map(seeing.sizes, configs)
+    # 4096 tokens of prompts may stand for pictures: four patches of 1280 numbers each, kept 25 times in 32 blocks.
+    kept = 4096 * 4 * 1280 * 25 * 32 * 2
+    saved = trained.activations - frozen.activations
+    assert saved == pytest.approx(kept + copies + 4096 * 4 * 1176 * 6, rel=1e-6)
+
+
+def test_pictures_do_not_refuse_what_may_work(seeing):
+    plan, _ = plan_of(seeing, gpu=40)
+    assert not plan.fits
+    assert plan.holders["pictures"].generate > CACHE_BYTES + GPU_TOWER_BYTES
+
+
+def test_pictures_leave_less_for_the_cache(seeing):
+    blind = Models(replace(seeing.policy, tower=None), {})
+    less, more = (plan_of(each, "engine.memory_fraction=0.5", CHECKPOINTED)[0].kv_cache for each in (seeing, blind))
+    assert more - less == pytest.approx((CACHE_BYTES + GPU_TOWER_BYTES + 32 * 3 * 1280 * 3456 * 2) / 2, abs=1)
+
+
+def test_a_vision_model_is_advised_smaller_pictures_and_a_frozen_tower(seeing):
+    config = load_config(None, SHAPE).config
+    lines = dict(line.rsplit(": saves ", 1) for line in savings(config, seeing))
+    assert any(key.startswith("learner.freeze=[vision]") for key in lines)
+    told = str(memory_full(MemoryError("no memory"), "train", config, {}, None, Known(seeing)))
+    assert "data.max_image_pixels=524288 (now 1048576)" in told
+    [line] = [each for each in told.splitlines() if "learner.freeze=[vision]" in each]
+    assert re.search(r"saves 7.5 GiB of gradients and averages; saves about \d+ GiB by estimate$", line), line
+    frozen = load_config(None, [*SHAPE, "learner.freeze=[vision]"]).config
+    assert "freeze" not in str(memory_full(MemoryError("no memory"), "train", frozen, {}, None, Known(seeing)))
+    generation = str(memory_full(MemoryError("no memory"), "wait", config, {}, None, Known(seeing)))
+    assert "pictures 4.1 GiB" in generation
+
+
 def test_an_error_about_memory_names_the_largest_holders(seven):
     plan, config = plan_of(seven, CHECKPOINTED)
     shapes = {"embedding": (152064, 3584)}
@@ -337,6 +395,20 @@ def test_without_a_plan_the_sizes_name_the_largest_holders_and_what_each_setting
     assert "optimizer" not in loading, "there is no learner yet"
     assert "optimizer 28 GiB" in told("train", known=Known(seven, num_ranks=2))
     assert "on each of 2 ranks" in told("train", known=Known(seven, num_ranks=2))
+    # Packs are evened out: 18,000 tokens are two packs of 9,000, and half of the setting makes three of 6,000.
+    even = told("train", known=Known(seven, pass_tokens=9000))
+    assert "learner.max_tokens_per_microbatch=4500 (now 16384, and passes had up to 9000 tokens): activations" in even
+    assert "shrink to 50%" in even
+    [forward] = [each for each in told("experience", known=Known(seven, forward_pass_tokens=9000)).splitlines()
+                 if "learner.max_tokens_per_forward_pass=4500 (now 65536, and passes" in each]  # fmt: skip
+    assert "a pass needs 50% of its memory" in forward
+    held = told("train", known=Known(seven, pass_tokens=9000, recorded_bytes=50 * GIB))
+    assert "recorded passes 50 GiB" in held
+    first = held.partition("then resume")[2].splitlines()[1]
+    assert first.startswith("  - learner.cuda_graphs=off: ")
+    assert first.endswith("the graphs hold 50 GiB now")
+    assert "the graphs hold 50 GiB now" in told("wait", known=Known(seven, recorded_bytes=50 * GIB))
+    assert "learner.cuda_graphs" not in told("wait"), "there are none"
     away = load_config(None, [*SHAPE, "learner.residency=[resident]", "learner.offload_during_rollout=true"]).config
     assert "optimizer" not in told("wait", away).partition("These settings")[0], "it is in main memory"
 

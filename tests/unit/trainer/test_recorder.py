@@ -144,8 +144,8 @@ STAGES = ("wait", "experience", "train", "publish", "record", "evaluate", "check
 
 
 def test_the_stages_of_a_step_add_up_to_it_and_every_moment_belongs_to_a_step(recorder, run):
+    began = time.perf_counter()  # before the time of the first step begins
     with recorder.training(0, 2):
-        began = time.perf_counter()
         for step in (1, 2):
             recorder.begin_step()
             with recorder.stage("wait"):

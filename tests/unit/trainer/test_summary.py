@@ -8,7 +8,7 @@ from rich.console import Console
 
 from headwater.observe.progress import Display
 from headwater.observe.run_directory import RunDirectory
-from headwater.trainer.summary import draw_reward_curve, suggestions, summarise
+from headwater.trainer.summary import draw_reward_curve, how_to_resume, suggestions, summarise
 
 
 def record(step: int, **changes) -> dict:
@@ -79,6 +79,17 @@ def test_an_interrupted_run_is_told_how_to_resume(tmp_path):
         assert "→" not in output.getvalue().split("Reward curve")[1], "advice for a complete run does not apply"
 
 
+def test_a_run_with_objects_of_python_is_resumed_there(tmp_path):
+    for number, value in enumerate(("train: ['python:rows']", "function: python:<lambda>")):
+        run = RunDirectory.create(tmp_path, f"run{number}")
+        run.config_file.write_text(value)
+        (run.checkpoints / "step_000005").mkdir(parents=True)
+        assert how_to_resume(run) == (
+            f'Interrupted; everything up to step 5 is saved. Resume with:  train(..., resume="{run.path}") in Python, '
+            "with the same data and functions"
+        )
+
+
 def test_an_interrupted_run_gets_advice_that_more_steps_would_not_change(tmp_path):
     run = RunDirectory.create(tmp_path, "run")
     for step in range(1, 4):
@@ -88,6 +99,16 @@ def test_an_interrupted_run_gets_advice_that_more_steps_would_not_change(tmp_pat
     advice, last = output.getvalue().splitlines()[-2:]
     assert "→ Nearly every group got the same low reward" in advice
     assert last.startswith("Interrupted before the first checkpoint")
+
+
+def test_one_step_and_one_evaluation_are_no_change(tmp_path):
+    run = RunDirectory.create(tmp_path, "run")
+    run.append_metrics({"kind": "eval", "step": 0, "reward/mean": 0.25})
+    run.append_metrics(record(1))
+    output = io.StringIO()
+    summarise(run, Display(Console(file=output, width=300)), is_finished=False)
+    assert "0.250 (only step 0 was evaluated)" in output.getvalue()
+    assert "→" not in output.getvalue()
 
 
 def test_the_shares_of_the_learner_add_up_and_rollouts_are_separate(tmp_path):

@@ -39,7 +39,7 @@ def test_the_likelihood_of_demonstrations_rises():
     assert run([], ROWS, num_steps=25).loss < 0.5 * run([], ROWS, num_steps=1).loss
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("schedule", ["linear", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_the_schedule_of_the_run_is_not_the_start_s(schedule):
     assert run([], ROWS, schedule, num_steps=25).loss == run([], ROWS, num_steps=25).loss
 

@@ -72,7 +72,10 @@ def close(*ends: PieceSender | GroupMember) -> None:
         each.close()
 
 
-@pytest.mark.parametrize(("dtype", "encoding"), [("float32", "plain"), ("bfloat16", "plain"), ("bfloat16", "delta")])
+PLAIN_BFLOAT16 = pytest.param("bfloat16", "plain", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("dtype", "encoding"), [("float32", "plain"), PLAIN_BFLOAT16, ("bfloat16", "delta")])
 def test_every_bit_arrives_at_every_engine_and_the_sums_of_the_ranks_are_the_checksums(dtype, encoding):
     using = order(f"bits-{dtype}-{encoding}", dtype=dtype, encoding=encoding)
     (senders, members), sizes = joined(using), []
@@ -160,6 +163,20 @@ def test_an_engine_whose_sender_is_gone_stops_waiting(monkeypatch):
         close(*senders, *members)
 
     long_enough(check, 2.0, 30.0)
+
+
+def test_an_update_that_fails_before_the_engine_begins_is_told_to_those_that_wait_for_it():
+    """With ``drain``, the engine may begin minutes later: the caller that waits for it, and later the engine, fail."""
+    using = order("early", num_receivers=2, limit_s=LIMIT_S)
+    senders, members = joined(using)
+    receiver = PieceReceiver(members[0], halves(tiny.model(1)), using)
+    assert not receiver.is_ready.done()
+    receiver.fail("another weight update began")
+    receiver.fail("the second reason does not count")
+    for read in (lambda: receiver.is_ready.result(0), lambda: next(receiver.buckets())):
+        with pytest.raises(WeightsError, match="another weight update began"):
+            read()
+    close(*senders, *members)
 
 
 def test_a_group_of_torchs_own_kind_can_be_the_other_end():

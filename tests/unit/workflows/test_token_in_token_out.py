@@ -101,7 +101,7 @@ TURN = st.tuples(
 )
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(TURN, min_size=1, max_size=4))
 def test_the_mask_selects_what_was_sampled_and_requests_continue_each_other(turns):
     for name, chat in CHATS.items():

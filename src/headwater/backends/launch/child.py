@@ -38,6 +38,8 @@ class Command:
     """Found in its output once it answers. The first group is its URL."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables in addition to those of this process; a value may be ``HOST``."""
+    secret: str = ""
+    """Removed from its output: programs print the settings with which they start."""
 
     def at(self, host: str) -> Command:
         """The command with ``HOST`` and ``PORT`` filled in. The port is one that is free now."""
@@ -172,15 +174,30 @@ class ChildServer:
     async def _read(self) -> None:
         """Read its output to the end; otherwise it would block when the pipe is full."""
         assert self._process.stdout is not None, "its output is a pipe"
+        rest = ""
         while chunk := await self._process.stdout.read(2**16):
-            text = chunk.decode(errors="replace")
-            if self._echo is not None:
-                self._echo(text)
-            self._output = (self._output + text)[-_TAIL_CHARACTERS:]
-            found = self._command.ready.search(self._output)
-            if found and not self.url:
-                self.url = found[1]
-                self._ready.set()
+            text, rest = without_secret(rest + chunk.decode(errors="replace"), self._command.secret)
+            self._take(text)
+        self._take(rest)
+
+    def _take(self, text: str) -> None:
+        if self._echo is not None and text:
+            self._echo(text)
+        self._output = (self._output + text)[-_TAIL_CHARACTERS:]
+        found = self._command.ready.search(self._output)
+        if found and not self.url:
+            self.url = found[1]
+            self._ready.set()
+
+
+def without_secret(text: str, secret: str) -> tuple[str, str]:
+    """The text with stars instead of the secret. Its end is returned separately if the secret may begin there."""
+    if not secret:
+        return text, ""
+    text = text.replace(secret, "***")
+    longest = min(len(secret) - 1, len(text))
+    count = next((count for count in range(longest, 0, -1) if text.endswith(secret[:count])), 0)
+    return text[: len(text) - count], text[len(text) - count :]
 
 
 _OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")

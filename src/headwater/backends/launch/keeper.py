@@ -229,7 +229,8 @@ class ChildKeeper:
             self._service.on_lost()
             unread = reading.exception() if reading.done() else None
             if unread is not None:
-                logger.error("a message of the engine's process could not be read", exc_info=unread)
+                if not isinstance(unread, ConnectionError):
+                    logger.error("a message of the engine's process could not be read", exc_info=unread)
                 child.kill()  # the connection is closed on this side, so it would not end by itself
             try:
                 how = await asyncio.wait_for(child.wait(), _DEATH_S)
@@ -242,7 +243,9 @@ class ChildKeeper:
             await asyncio.gather(*tasks, return_exceptions=True)
         await self._end_child()
         if unread is not None:
-            how += f", after it had sent an unreadable message ({type(unread).__name__}: {unread})"
+            is_gone = isinstance(unread, ConnectionError)
+            what = "it could not be reached" if is_gone else "it had sent an unreadable message"
+            how += f", after {what} ({type(unread).__name__}: {unread})"
         if self._why_killed:
             how += f", because its engine had failed ({self._why_killed})"
         return _Death(how, child.last_lines)

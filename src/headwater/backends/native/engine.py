@@ -190,6 +190,7 @@ class NativeEngine:
         return replace(
             Capabilities(**values),
             rounds=False,
+            joint_start=False,
             direct_weights=self._transfer == "collective",
             file_weights=self._transfer == "file",
             features=features,

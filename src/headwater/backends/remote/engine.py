@@ -27,7 +27,7 @@ from headwater.backends.remote.servers import ConnectedServer, HttpLink, Launche
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
-from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, WeightsError
+from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost, WeightsError
 from headwater.core.protocols import EngineLimits, WeightFile, WeightUpdate
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S
@@ -79,6 +79,7 @@ class RemoteEngine:
         """Start a server on ``devices``, and keep it alive."""
         model, key = RunModel.of(context), secrets.token_urlsafe(32)
         check_length(context, model.max_tokens)
+        cls._check_model(context, model)
         with ExitStack() as stack:
             # A process that replaces the first one loads the folder again.
             folder = stack.enter_context(model_folder(context))
@@ -131,6 +132,10 @@ class RemoteEngine:
         raise NotImplementedError
 
     @classmethod
+    def _check_model(cls, context: BackendContext, model: RunModel) -> None:
+        """Raise ``ConfigError`` if the program does not have the model, before a server is started."""
+
+    @classmethod
     async def _check_server(
         cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, url: str
     ) -> None:
@@ -138,7 +143,7 @@ class RemoteEngine:
         raise NotImplementedError
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
-        """Why the log-probs of such tokens would not be those of the distribution that is sampled from."""
+        """Why the server would not sample as it is asked, or report other log-probs than those that it sampled with."""
         raise NotImplementedError
 
     def _check_run(self, context: BackendContext) -> None:
@@ -168,12 +173,19 @@ class RemoteEngine:
         return self._server.url
 
     @property
+    def _media_problem(self) -> str:
+        """Why a server of a vision model must not be given images; empty if it may."""
+        return ""
+
+    @property
     def capabilities(self) -> Capabilities:
+        problem = self._media_problem
         modes: tuple[UpdateMode, ...] = ("interrupt", "drain")
         return replace(
             self.declared_capabilities,
             file_weights=True,
-            media=self._info.takes_media and self._model.processor is not None,
+            media=self._info.takes_media and self._model.processor is not None and not problem,
+            media_problem=problem,
             dtype=self._info.dtype,
             memory_tags=ALL_TAGS if self._info.can_sleep else (),
             update_modes=(*modes, "in_flight") if self._info.labels_tokens else modes,
@@ -379,7 +391,7 @@ class RemoteEngine:
         try:
             return self._thread.do(work, what, limit_s)
         except LinkLost as error:
-            raise RolloutFailed(f"{what}: {error}") from error
+            raise ServerLost(f"{what}: {error}") from error
 
 
 def _starter(context: BackendContext, devices: Sequence[str]) -> tuple[StartChild, bool]:

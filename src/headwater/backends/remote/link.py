@@ -62,6 +62,10 @@ class ServerInfo:
     """If it tells."""
     takes_media: bool = False
     """Requests may have images, if the model reads them."""
+    published_names: bool = False
+    """It knows the weights of vision models by the names of their published files, not by those in memory."""
+    keeps_features: bool = False
+    """What its vision tower has made of an image may be used again after an update of the weights."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
     """The numbers of the model's config.json; empty if they are not told."""
 
@@ -72,8 +76,9 @@ class Sending:
 
     request: ModelRequest
     end_tokens: tuple[int, ...] = ()
-    version: int = 0
-    """Of the weights, as a key of the cache of prompts."""
+    cache_key: str = "-"
+    """Of the weights in the server's cache of prompts, which must not mix versions, nor the versions of two runs. With
+    an update in flight, it cannot be emptied."""
     streams: bool = True
     """The caller wants tokens as they are generated."""
     prompt: MediaPrompt = NO_MEDIA

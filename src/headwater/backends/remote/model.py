@@ -12,10 +12,12 @@ from typing import Any
 
 from headwater.backends import BackendContext
 from headwater.backends.remote.link import OtherWeights, ServerInfo
+from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.models.load import end_token_ids, load_model, load_part, load_processor, local_folder
 from headwater.models.save import save_model
 from headwater.models.source import resolve_model
+from headwater.models.vision.architecture import vision_parameter_names
 from headwater.models.vision.processor import VisionProcessor
 
 _SHAPE_KEYS = (
@@ -55,6 +57,17 @@ class RunModel:
     def max_tokens(self) -> int:
         return int(self.skeleton.config.get_text_config().max_position_embeddings)
 
+    def trains_vision(self, config: Config) -> bool:
+        """Whether the vision tower of one version differs from that of the next."""
+        if self.processor is None or "vision" in config.learner.freeze:
+            return False
+        if not config.lora.rank:
+            return True
+        tower = vision_parameter_names(self.skeleton)
+        # A name that both parts have means a layer of the language model.
+        texts = [f".{name.rpartition('.')[0]}" for name, _ in self.skeleton.named_parameters() if name not in tower]
+        return not all(any(layer.endswith(f".{target}") for layer in texts) for target in config.lora.targets)
+
     def check_same(self, info: ServerInfo, where: str) -> None:
         """Raise if a server loaded a model of other shapes.
 
@@ -90,6 +103,12 @@ class ServedWeights:
     """Of the newest weights; empty before the first update."""
     labels: dict[str, int] = field(default_factory=dict)
     """The version behind every label of weights."""
+    seen: str = ""
+    """The label in the last answer. If another program publishes the weights, only that tells that they changed."""
+
+    def cache_name(self, version: int) -> str:
+        """What tells the weights of a request, which is sent with ``version``, from others in the cache of prompts."""
+        return str(version) if self.is_owned else self.seen
 
     def version_of(self, label: str) -> int | None:
         """None for weights that this run did not publish, unless another program publishes them."""

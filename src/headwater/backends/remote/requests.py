@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,8 @@ class ServedModel:
     end_tokens: tuple[int, ...]
     prompts: MediaPrompts | None = None
     """Of a model that reads images."""
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Tells the versions of weights from those of an earlier run on the same server."""
 
     async def prompt(self, request: ModelRequest) -> MediaPrompt:
         """Empty for a request without images."""
@@ -204,7 +207,7 @@ async def read_stream(
     sending = Sending(
         rest,
         model.end_tokens,
-        opened.sent_version,
+        f"{model.run}-{weights.cache_name(opened.sent_version)}",
         streams=opened.on_tokens is not None,
         prompt=await model.prompt(rest),
     )
@@ -215,6 +218,7 @@ async def read_stream(
         async for chunk in chunks:
             if opened.num_certain is None:  # otherwise it spans an update, and is checked at its end
                 weights.check(chunk.label)
+            weights.seen = chunk.label or weights.seen
             if rest.media:
                 check_prompt(rest, chunk)
             opened.extend(chunk)

@@ -229,7 +229,7 @@ def child_command(
     if devices[0] != "cpu" and not context.places:  # in a cluster, it sees only the GPUs that are reserved for it
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, devices))
     arguments = [python, str(_CHILD), program, *_options(settings), *launch.args]
-    return Command(arguments, f"{context.model_path} with {program}", _READY, variables)
+    return Command(arguments, f"{context.model_path} with {program}", _READY, variables, secret=api_key)
 
 
 def _options(settings: Mapping[str, Any]) -> Iterator[str]:

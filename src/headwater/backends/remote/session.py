@@ -196,12 +196,16 @@ class RemoteSession:
         """Use ``link`` from now on. A process that has replaced another one is told what that one knew."""
         is_new, before = not self.is_known(info), self.info
         self.info = info
-        if is_new:
-            try:
+        try:
+            if is_new:
                 await self._restore(link)
-            except BaseException:
-                self.info = before  # so that the next attempt restores it
-                raise
+            if self.is_paused:  # the link must know it, also if the server still is
+                await link.pause("keep")
+            if is_new and self.asleep:
+                await link.sleep(sorted(self.asleep))
+        except BaseException:
+            self.info = before  # so that the next attempt restores it
+            raise
         self._link = link
         self._attached.set()
         self._detached.clear()
@@ -215,10 +219,6 @@ class RemoteSession:
             self.weights.is_needed = True
         elif self.weights.is_owned:
             await self._label(link)
-        if self.is_paused:
-            await link.pause("keep")
-        if self.asleep:
-            await link.sleep(sorted(self.asleep))
 
     def lost(self, link: ServerLink, why: str) -> None:
         """Send nothing more over ``link``."""
@@ -346,6 +346,8 @@ class RemoteSession:
                 self.lost(link, str(error))
                 raise TransferLost(f"{self.name}: ended during a weight update: {error}") from error
             except BaseException:
+                if self.weights.is_needed:  # requests that were kept would continue with parts of two versions
+                    await self._interrupt()
                 with suppress(LinkLost, HeadwaterError):
                     await self._resume(link)
                 raise
@@ -366,11 +368,16 @@ class RemoteSession:
         reading = {each.reading for each in self._open if each.reading is not None and not each.reading.done()}
         if mode == "in_flight" or not reading:
             return
-        _, late = await asyncio.wait(reading, timeout=_LAST_CHUNKS_S)
-        for task in late:  # they arrived at a paused server, which has not begun them
+        await asyncio.wait(reading, timeout=_LAST_CHUNKS_S)
+        await self._interrupt()  # the rest arrived at a paused server, which has not begun them
+
+    async def _interrupt(self) -> None:
+        """Stop reading all streams. What is missing is requested again once the gate is open."""
+        reading = {each.reading for each in self._open if each.reading is not None and not each.reading.done()}
+        for task in reading:
             task.cancel()
-        if late:
-            await asyncio.wait(late)
+        if reading:
+            await asyncio.wait(reading)
 
     async def _load(self, link: ServerLink, load: Callable[[ServerLink, str], Awaitable[None]], version: int) -> None:
         self.weights.is_needed = True  # also if the connection is lost and the same process answers again

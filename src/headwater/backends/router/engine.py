@@ -152,7 +152,7 @@ class RouterEngine:
             self._roster.abort(work)
         return len(works)
 
-    # Control
+    # Control: while no server can be reached, a call is only remembered, and one that comes back is told.
 
     def pause(self) -> None:
         self._is_paused = True  # first, because a server that comes back meanwhile must know
@@ -167,8 +167,13 @@ class RouterEngine:
         self._on_all(lambda engine: engine.sleep(tags), "goes to sleep")
 
     def wake(self, tags: Sequence[MemoryTag] = ALL_TAGS) -> None:
-        self._on_all(lambda engine: engine.wake(tags), "wakes up")
+        before = set(self._asleep)
         self._asleep -= set(tags)
+        try:
+            self._on_all(lambda engine: engine.wake(tags), "wakes up")
+        except HeadwaterError:  # one has too little memory and stays asleep
+            self._asleep |= before
+            raise
 
     def close(self) -> None:
         """End every request with the tokens it has, and close all engines. Closing twice is allowed."""
@@ -198,7 +203,7 @@ class RouterEngine:
         self._roster.check_open()
         try:
             found = self._on_all(lambda engine: engine.weights_checksum(), "computes a checksum", newest_only=True)
-        except RolloutFailed:  # all that had them are lost
+        except RolloutFailed:  # all that had them have failed
             found = {}
         if not found:
             raise TransferLost("no server has the newest weights any more; they are sent again")
@@ -306,22 +311,30 @@ class RouterEngine:
     # All servers
 
     def _restore(self, engine: InferenceEngine) -> None:
-        """Tell a server that is new or back what the others were told."""
-        if self._is_paused:
-            engine.pause()
-        elif engine.status().is_paused:
-            engine.resume()
-        if self._asleep:
-            engine.sleep(tuple(tag for tag in ALL_TAGS if tag in self._asleep))
+        """Tell a server that is new or back what the others were told, also what they are told meanwhile."""
+        told: tuple[bool, frozenset[MemoryTag]] | None = None
+        while told != (wanted := (self._is_paused, frozenset(self._asleep))):
+            told = wanted
+            is_paused, asleep = wanted
+            now = engine.status()
+            if now.is_asleep and (awake := tuple(tag for tag in engine.capabilities.memory_tags if tag not in asleep)):
+                engine.wake(awake)
+            if is_paused:
+                engine.pause()
+            elif now.is_paused:
+                engine.resume()
+            if asleep:
+                engine.sleep(tuple(tag for tag in ALL_TAGS if tag in asleep))
 
     def _on_all(self, action: Callable[[InferenceEngine], T], what: str, *, newest_only: bool = False) -> dict[str, T]:
-        """Call every server at the same time. One that is lost meanwhile is left out; any other error is raised."""
+        """Call every server at the same time. Those that are lost, before or meanwhile, are left out, even if that is
+        all of them: they may come back. Any other error is raised."""
         self._roster.check_open()
         members = [each for each in self._roster.all() if not each.lost and not (newest_only and each.stale)]
         calls = [(each, each.start(partial(action, each.engine), "control")) for each in members]
         results: dict[str, T] = {}
         errors: list[HeadwaterError] = []
-        losses: list[HeadwaterError] = []
+        failures: list[HeadwaterError] = []
         for member, call in calls:
             try:
                 results[member.name] = self._await(member, call, what)
@@ -331,13 +344,15 @@ class RouterEngine:
                     self._roster.sync(member)
             except MemoryRefused as error:
                 errors.append(error)
+            except ServerLost as error:
+                self._roster.lose(member, str(error))
             except RolloutFailed as error:
-                losses.append(error)
+                failures.append(error)
                 self._roster.lose(member, str(error))
             except HeadwaterError as error:
                 errors.append(error)
         if not results:
-            errors += losses
+            errors += failures
         if errors:
             raise errors[0]
         return results

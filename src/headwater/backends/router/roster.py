@@ -72,6 +72,7 @@ class Roster:
         member = Member(server)
         check_alike(member, self.all())
         self._restore(member.engine)
+        member.ask()  # so that the status tells something before the first health check
         with self.lock:
             self.check_open()
             if server.name in self.members:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +17,8 @@ from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel
-from headwater.backends.remote.servers import child_command
-from headwater.backends.sglang.http import SglangLink
+from headwater.backends.remote.servers import LaunchedServer, child_command
+from headwater.backends.sglang.http import NO_FEATURES, SglangLink
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities, UpdateMode
@@ -28,6 +29,10 @@ from headwater.models.device import DTYPES
 
 _SHARED_FRACTION = 0.4
 """Share of a GPU's memory for a server on the device of the learner."""
+
+_VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
+"""The supported vision models of which SGLang has an implementation of its own, as of 0.5.23. Others would be computed
+with the layers of transformers, which was not tested with images and new weights."""
 
 
 @BACKENDS.register(
@@ -64,9 +69,24 @@ class SglangEngine(RemoteEngine):
         return SglangLink(url, api_key)
 
     @classmethod
+    def _check_model(cls, context: BackendContext, model: RunModel) -> None:
+        kind = model.skeleton.config.model_type
+        if model.processor is not None and kind not in _VISION_TYPES:
+            raise ConfigError(
+                [
+                    f"rollout.backend = sglang: it has no implementation of {kind} models of its own (as of 0.5.23), "
+                    f"so model.path = {context.model_path} needs rollout.backend=embedded; or use a model of type "
+                    f"{' or '.join(_VISION_TYPES)}"
+                ]
+            )
+
+    @classmethod
     async def _check_server(
         cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, url: str
     ) -> None:
+        assert isinstance(link, SglangLink), "made below"
+        if not link.is_ours:
+            cls._check_model(context, model)
         if info.vocab_size is not None and (problem := other_model(context, info.vocab_size)) is not None:
             raise ConfigError([f"rollout.servers: {url} serves {info.model}, {problem}"])
 
@@ -89,9 +109,43 @@ class SglangEngine(RemoteEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, file_weights=chosen_transfer(self._config) != "collective")
+        is_file = chosen_transfer(self._config) != "collective"
+        return replace(super().capabilities, file_weights=is_file and not self._renames)
+
+    @property
+    def _renames(self) -> bool:
+        """The server knows the weights by other names, so a file that others have written is of no use to it."""
+        return self._model.processor is not None and self._info.published_names
+
+    @cached_property
+    def _trains_vision(self) -> bool:
+        return self._model.trains_vision(self._config)
+
+    @property
+    def _media_problem(self) -> str:
+        is_kept = self._info.keeps_features and not isinstance(self._server, LaunchedServer)
+        if not (is_kept and self._session.weights.is_owned and self._trains_vision):
+            return ""
+        variables = " ".join(f"{name}={value}" for name, value in NO_FEATURES.items())
+        return (
+            f"{self._name} may keep what older weights of the vision tower have made of an image; start it with the "
+            f"environment variables {variables}, or do not train the tower (learner.freeze=[vision])"
+        )
+
+    def _check_run(self, context: BackendContext) -> None:
+        super()._check_run(context)
+        if context.owns_weights and context.config.engine.update_mode == "in_flight" and not self._info.labels_tokens:
+            raise ConfigError(
+                [
+                    f"engine.update_mode = in_flight: {self._name} (SGLang {self._info.version}) does not tell exactly "
+                    "which weights produced a token; start SGLang 0.5.19 or newer with --disable-overlap-schedule, or "
+                    "use auto"
+                ]
+            )
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
+        if sampling.ignore_end and sampling.stop_token_ids:
+            return "SGLang does not look at stop_token_ids if the end token is ignored; use one of the two"
         if sampling.temperature == 0 or not (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0):
             return None
         return (
@@ -100,6 +154,10 @@ class SglangEngine(RemoteEngine):
         )
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        if self._renames:
+            from headwater.backends.sglang.weights import with_published_names
+
+            update = with_published_names(update)
         if chosen_transfer(self._config) != "collective":
             super()._send(update, mode)
             return
@@ -157,6 +215,10 @@ def command(
     settings = {name: value for name, value in settings.items() if value not in (0, 0.0)}
     if not engine.prefix_cache:
         settings["disable_radix_cache"] = None
+    if engine.update_mode == "in_flight":
+        settings["disable_overlap_schedule"] = None  # otherwise, its labels of tokens are wrong by one (http.py)
     if is_on_cpu:
         settings["device"] = "cpu"
-    return child_command(context, "sglang", settings, devices, api_key=api_key)
+    # Without it, SGLang chooses its functions for GPUs even if --device is cpu.
+    environment = {**NO_FEATURES, **({"SGLANG_USE_CPU_ENGINE": "1"} if is_on_cpu else {})}
+    return child_command(context, "sglang", settings, devices, api_key=api_key, environment=environment)

@@ -24,6 +24,10 @@ from headwater.core.requests import StopReason, derive_key
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _PAUSE_MODE: dict[PauseMode, str] = {"abort": "abort", "keep": "in_place", "wait": "in_place"}
+NO_FEATURES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_EXPOSE_OWN_ENV_VARS": "1"}
+"""SGLang keeps what the vision tower has made of an image under the image's hash alone, and no call empties that cache:
+after an update, images that were seen before would have the features of older weights. The first variable turns the
+cache off. The second makes ``/server_info`` tell the first."""
 _ALIVE_LIMIT_S = 20.0
 _LEAVE_LIMIT_S = 10.0
 _NUM_CHARACTERS_SHOWN = 200
@@ -41,17 +45,21 @@ class SglangDialect:
     """``/pause_generation`` takes a mode. Otherwise it always ends the running requests with the tokens they have."""
     has_seeds: bool
     """``sampling_seed`` is a known sampling parameter. It has an effect with ``--enable-deterministic-inference``."""
-    info_prefix: str
+    info_prefix: str = "/"
     """What comes before ``server_info`` and ``model_info`` in the paths of these calls."""
+    has_update_calls: bool = False
+    """Tensors are taken from a process group only between ``/begin_weight_update`` and ``/end_weight_update``."""
 
 
 DIALECTS = (
-    SglangDialect((0, 5, 20), labels_tokens=True, has_pause_modes=True, has_seeds=True, info_prefix="/"),
-    SglangDialect((0, 5, 6), labels_tokens=False, has_pause_modes=True, has_seeds=True, info_prefix="/"),
-    SglangDialect((0, 5, 4), labels_tokens=False, has_pause_modes=False, has_seeds=True, info_prefix="/get_"),
-    SglangDialect((0, 5, 0), labels_tokens=False, has_pause_modes=False, has_seeds=False, info_prefix="/get_"),
+    SglangDialect((0, 5, 21), labels_tokens=True, has_pause_modes=True, has_seeds=True, has_update_calls=True),
+    SglangDialect((0, 5, 19), labels_tokens=True, has_pause_modes=True, has_seeds=True),
+    SglangDialect((0, 5, 6), labels_tokens=False, has_pause_modes=True, has_seeds=True),
+    SglangDialect((0, 5, 3), labels_tokens=False, has_pause_modes=False, has_seeds=True, info_prefix="/get_"),
+    SglangDialect((0, 5, 1), labels_tokens=False, has_pause_modes=False, has_seeds=False, info_prefix="/get_"),
 )
-"""The newest first. A version between two rows speaks the older of the two. From the source code of these versions."""
+"""The newest first. A version between two rows speaks the older of the two. Compared with the packages of all versions
+from 0.5.1 to 0.5.23."""
 
 OLDEST = DIALECTS[-1]
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
@@ -81,6 +89,8 @@ class SglangLink(HttpCalls):
         """The server is a ``headwater serve``."""
         self._num_streams = 0
         self._none_left = asyncio.Event()
+        self._paused: PauseMode | None = None
+        """How it was paused, until it continues."""
 
     async def describe(self) -> ServerInfo:
         try:
@@ -130,16 +140,27 @@ class SglangLink(HttpCalls):
                 self._none_left.set()
 
     async def abort(self, request_id: str) -> None:
-        await self._call("POST", "/abort_request", {"rid": request_id})
+        await self._call("POST", "/abort_request", {"rid": _rid(request_id)})
 
     async def pause(self, mode: PauseMode) -> None:
+        if mode != "keep" and self._holds_requests(mode):  # it would wait forever for requests that do not run
+            await self.resume()
         if mode == "wait" and self._num_streams:  # no new ones are sent meanwhile
             await self._none_left.wait()
         body = {"mode": _PAUSE_MODE[mode]} if self.dialect.has_pause_modes else {}
         await self._call("POST", "/pause_generation", body, is_text=True)
+        self._paused = mode if self.dialect.has_pause_modes else "abort"
+
+    def _holds_requests(self, mode: PauseMode) -> bool:
+        """Whether it may have requests that neither run nor can be ended. After it has ended all, it keeps new ones
+        outside its scheduler, where only those that should finish are in the way."""
+        if self._paused == "abort":
+            return mode == "wait" and self._num_streams > 0
+        return self._paused is not None
 
     async def resume(self) -> None:
         await self._call("POST", "/continue_generation", {}, is_text=True)
+        self._paused = None
 
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
         body = {"model_path": folder, "weight_version": label, "flush_cache": not keeps_cache}
@@ -154,6 +175,21 @@ class SglangLink(HttpCalls):
 
     async def leave_group(self, name: str) -> None:
         await self._call("POST", "/destroy_weights_update_group", {"group_name": name}, limit_s=_LEAVE_LIMIT_S)
+
+    async def begin_update(self) -> None:
+        """Before the first tensors of an update."""
+        if not self.dialect.has_update_calls or self.is_ours:
+            return
+        try:
+            await self._succeeds("/begin_weight_update", {})
+        except RequestError:  # an update that broke has left it open
+            await self._succeeds("/end_weight_update", {})
+            await self._succeeds("/begin_weight_update", {})
+
+    async def end_update(self) -> None:
+        """After the last tensors of an update."""
+        if self.dialect.has_update_calls and not self.is_ours:
+            await self._succeeds("/end_weight_update", {})
 
     async def receive(self, body: Mapping[str, Any]) -> None:
         """Receive tensors over the group; returns when the model has them."""
@@ -177,22 +213,33 @@ def read_info(told: Mapping[str, Any], model: Mapping[str, Any], dialect: Sglang
     # Older versions tell only the seed that a process has chosen. The label of its weights differs, too.
     instance = told.get("instance") or f"{told.get('startup_time', '')}-{told.get('random_seed', '')}"
     vocab_size = told.get("vocab_size")
+    # In older versions, model_path becomes the folder of the weights that the server was given last, in both answers.
+    started_with = told["model_path"] if "launch_command" in told else model.get("tokenizer_path")
     return ServerInfo(
         version=str(told["version"]),
-        model=str(model["model_path"]),
+        model=str(started_with or model["model_path"]),
         dtype=str(can.get("dtype") or told.get("dtype") or "auto"),
         instance=str(instance),
         max_model_tokens=int(told.get("context_length") or told.get("max_req_input_len") or 0),
         max_sequences=int(told.get("max_running_requests") or told.get("max_sequences") or 0),
         device=str(told.get("device") or ""),
-        labels_tokens=dialect.labels_tokens,
+        # A server that prepares a step during the one before counts a token of the old weights as one of the new.
+        labels_tokens=dialect.labels_tokens and ("instance" in told or bool(told.get("disable_overlap_schedule"))),
         can_sleep=bool(told.get("enable_memory_saver") or can.get("memory_tags")),
         label=str(model.get("weight_version") or ""),
         num_workers=int(told.get("tp_size") or 1),
         vocab_size=None if vocab_size is None else int(vocab_size),
-        # Of SGLang, every version in the table takes images if its model does.
-        takes_media=bool(can.get("media", True)),
+        # Older versions do not tell. All take images if their model does.
+        takes_media=bool(can.get("media", model.get("has_image_understanding", True))),
+        published_names="instance" not in told,
+        keeps_features="instance" not in told and not _keeps_no_features(told),
     )
+
+
+def _keeps_no_features(told: Mapping[str, Any]) -> bool:
+    """Whether every process of the server tells that it was started as ``NO_FEATURES`` says."""
+    states = told.get("internal_states") or [{}]
+    return all((each.get("env_vars") or {}).get("SGLANG_VLM_CACHE_SIZE_MB") == "0" for each in states)
 
 
 def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
@@ -213,14 +260,22 @@ def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
     if dialect.has_seeds:
         # A continued response must not draw the same random numbers again.
         params["sampling_seed"] = derive_key(request.rng_key, num_given) & (2**31 - 1)
+    # Without updates in flight, every update empties the cache.
+    key = {"extra_key": sending.cache_key} if dialect.labels_tokens else {}
     return {
+        **key,
         **({"image_data": list(map(data_url, sending.prompt.images))} if request.media else {}),
-        "rid": request.request_id,
+        "rid": _rid(request.request_id),
         "input_ids": sending.tokens,
         "sampling_params": params,
         "return_logprob": True,
         "stream": sending.streams,
     }
+
+
+def _rid(request_id: str) -> str:
+    """SGLang aborts every request whose name begins with the given one, so no name may be the beginning of another."""
+    return f"{request_id};"
 
 
 def read_answer(text: str, num_read: int = 0) -> StreamedTokens:

@@ -4,7 +4,8 @@
     await sender.join()                                     # once for each process of the server
     await sender.send(update, torch.bfloat16, "7", flush=True)
 
-SGLang receives a bucket with each call. ``headwater serve`` checks the tensors of a model together, in one call.
+SGLang receives a bucket with each call. From 0.5.21, the calls of an update stand between two others, which begin and
+end it. ``headwater serve`` checks the tensors of a model together, in one call.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +31,26 @@ from headwater.weights.links import Link, Meeting, chosen_backend, host_store, o
 
 Part = tuple[Sequence[str], Iterable[torch.Tensor]]
 """The names of the tensors that one call receives, and the tensors."""
+
+_PUBLISHED_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+"""How the names of a vision model in memory begin, and those in the published files of Qwen2.5-VL."""
+
+
+def with_published_names(update: WeightUpdate) -> WeightUpdate:
+    """An update of a vision model with the only names that SGLang's Qwen2.5-VL has; its Qwen3-VL has both.
+
+    For other names of the decoder its process ends, and it ignores other names of the tower without a word.
+    """
+    shapes = {_published(name): shape for name, shape in update.shapes.items()}
+    buckets = ([(_published(name), tensor) for name, tensor in bucket] for bucket in update.buckets)
+    return replace(update, shapes=shapes, buckets=buckets, direct=None, file=None, again=None)
+
+
+def _published(name: str) -> str:
+    for own, published in _PUBLISHED_NAMES:
+        if name.startswith(own):
+            return published + name.removeprefix(own)
+    return name
 
 
 class GroupSender:
@@ -68,7 +90,9 @@ class GroupSender:
     async def send(self, update: WeightUpdate, dtype: torch.dtype, label: str, *, flush: bool) -> None:
         """Return when the server uses the weights."""
         parts = _whole(update) if self.link.is_ours else _buckets(update)
+        await self.link.begin_update()
         await asyncio.to_thread(self._send_all, parts, update, dtype, label, flush, asyncio.get_running_loop())
+        await self.link.end_update()
 
     async def leave(self) -> None:
         """End the group on both sides."""

@@ -122,24 +122,31 @@ def check_reload(info: ServerInfo, model: RunModel, where: str) -> None:
 
 async def check_vocabulary(link: ServerLink, model: RunModel, where: str) -> None:
     """Raise if the vocabulary of a running server shows that it serves another model than the run trains."""
-    if not await _takes(link, model.vocab_size - 1):
+    if await _takes(link, model.vocab_size - 1) is False:
         raise _other_vocabulary(where, "smaller", model.vocab_size)
-    if await _takes(link, model.vocab_size):
+    if await _takes(link, model.vocab_size) is True:
         raise _other_vocabulary(where, "larger", model.vocab_size)
 
 
-async def _takes(link: ServerLink, token: int) -> bool:
-    """Whether a token belongs to the server's vocabulary."""
-    probe = ModelRequest("headwater-probe", (token,), SamplingParams(max_new_tokens=1), rng_key=0)
+async def _takes(link: ServerLink, token: int) -> bool | None:
+    """Whether a token belongs to the server's vocabulary; None if the server does not tell.
 
-    async def answer() -> bool:
+    The token is named in a bias, whose tokens vLLM compares with the size of the model's vocabulary. It compares the
+    tokens of a prompt with the size of the tokenizer's as well, so that one token too many may pass and end the server.
+    """
+    sampling = SamplingParams(max_new_tokens=1, logit_bias=((token, 1.0),))
+    probe = ModelRequest("headwater-probe", (0,), sampling, rng_key=0)
+
+    async def answer() -> bool | None:
         try:
             async with aclosing(link.stream(Sending(probe))) as chunks:
                 async for _ in chunks:
                     pass
         except RequestError as error:
-            if "vocabulary" in str(error):
+            if "vocabulary" in str(error).lower():
                 return False
+            if "speculative" in str(error).lower():  # with speculative decoding, vLLM takes no bias at all
+                return None
             raise
         return True
 

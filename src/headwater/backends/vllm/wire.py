@@ -115,8 +115,7 @@ def write_request(sending: Sending, dialect: VllmDialect) -> dict[str, Any]:
         "token_ids": sending.tokens,
         "sampling_params": params,
         "stream": True,
-        # The cache of prompts must not mix versions: with an update in flight it cannot be cleared.
-        "cache_salt": f"version-{sending.version}",
+        "cache_salt": sending.cache_key,
     }
 
 

@@ -19,6 +19,8 @@ from headwater.engine.kv_cache import KVCache
 from headwater.engine.rows import upload
 
 _TYPICAL_CONTEXT = 1024
+DEPENDENT_LAUNCH = False
+"""Whether decode attention starts while the rotary kernel before it ends. Off until it has been measured on a GPU."""
 
 
 class CudaDecode:
@@ -42,6 +44,7 @@ class CudaDecode:
             num_splits=self._num_splits,
             window=window,
             arrived=self._arrived,
+            dependent=DEPENDENT_LAUNCH,
         )
 
 

@@ -20,11 +20,18 @@ from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.engine.attention import PagedAttention
+from headwater.engine.attention import cuda as cuda_attention
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
 from headwater.engine.guides import Guidance
 from headwater.engine.kernels.activation import silu_and_mul
 from headwater.engine.kernels.advance import advance
-from headwater.engine.kernels.linear import invariant_linear, split_linear, suggest_slices
+from headwater.engine.kernels.linear import (
+    has_scaled_tiles,
+    invariant_linear,
+    invariant_parts,
+    split_linear,
+    suggest_slices,
+)
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
@@ -34,7 +41,8 @@ from headwater.engine.media import MediaInputs
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
 from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows
-from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
+from headwater.engine.runners.decoder import HeadNorms, PairedProducts, Projection, Rotary
+from headwater.engine.runners.paired import InvariantPairs, MeasuredPairs
 from headwater.engine.runners.plain import Output, Runner
 from headwater.engine.runners.skinny import SkinnyLayers
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds
@@ -94,6 +102,7 @@ class CudaOps:
             q_norm=None if norms is None else norms.query,
             k_norm=None if norms is None else norms.key,
             eps=0.0 if norms is None else norms.eps,
+            release=cuda_attention.DEPENDENT_LAUNCH,
         )
 
 
@@ -109,7 +118,10 @@ class InvariantCudaOps(CudaOps):
     def linear_add_rms_norm(
         self, x: Tensor, projection: Projection, residual: Tensor, norm_weight: Tensor, eps: float
     ) -> Tensor:
-        # Never in slices, because the number of slices depends on the number of rows.
+        if has_scaled_tiles(x.device):
+            parts = invariant_parts(x, projection.weight)
+            return sum_add_rms_norm(parts, projection.bias, residual, norm_weight, eps)
+        # Never in slices whose number depends on the number of rows, as ``split_linear`` has them.
         product = invariant_linear(x, projection.weight, projection.bias, residual.dtype)
         return add_rms_norm(product, residual, norm_weight, eps)
 
@@ -138,6 +150,8 @@ class CudaRunner(Runner):
         self._skinny: SkinnyLayers | None = None
         if SKINNY_ROWS and self._fused is not None and not deterministic and spec.dtype.itemsize == 2:
             self._skinny = self._fused.few_rows = SkinnyLayers(self._ops, SKINNY_ROWS, spec.device)
+        if self._fused is not None and spec.dtype.itemsize == 2:
+            self._fused.pairs = self._pairs()
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
         self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
         self._graphs: dict[tuple[int, SamplingNeeds, int, int], torch.cuda.CUDAGraph] = {}
@@ -147,6 +161,11 @@ class CudaRunner(Runner):
         self._stream = stream
         self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._made.record(torch.cuda.current_stream(spec.device))
+
+    def _pairs(self) -> PairedProducts | None:
+        if self._deterministic:  # a choice by timings could differ from one run to the next
+            return InvariantPairs() if has_scaled_tiles(self.spec.device) else None
+        return MeasuredPairs.on(self.spec.device)
 
     def use_device(self) -> None:
         torch.cuda.set_device(self.spec.device)

@@ -114,10 +114,25 @@ class FewRows(Protocol):
     ) -> Tensor: ...
 
 
+class PairedProducts(Protocol):
+    """Products that include the kernel after them. None: the plain path is to be used."""
+
+    def gated(self, x: Tensor, projection: Projection) -> Tensor | None:
+        """``silu(gate) * up``."""
+        ...
+
+    def rotated(
+        self, x: Tensor, layer: FusedLayer, rotary: Rotary, slots: Tensor, cache: KVCache, index: int
+    ) -> Tensor | None:
+        """The rotated queries; keys and values are in their slots."""
+        ...
+
+
 class FusedDecoder:
     """Runs a Llama-like transformers decoder (see ``model_spec.FUSED``)."""
 
     few_rows: FewRows | None = None
+    pairs: PairedProducts | None = None
 
     def __init__(self, model: Any, spec: ModelSpec, ops: DecoderOps) -> None:
         decoder, config = model.get_decoder(), model.config.get_text_config()
@@ -149,13 +164,12 @@ class FusedDecoder:
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
-            qkv = self._linear(hidden, layer.qkv)
-            query = ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
+            query = self._query(hidden, layer, rotary, slots, cache, index)
             attended = attention(index, query, scale=layer.scale, window=layer.window).flatten(1)
             if layer.output.adapters is not None:
                 layer.output.adapters.add_to(residual, attended)
             hidden = ops.linear_add_rms_norm(attended, layer.output, residual, layer.post_norm, layer.eps)
-            gated = ops.silu_and_mul(self._linear(hidden, layer.gate_up))
+            gated = self._gated(hidden, layer.gate_up)
             if layer.down.adapters is not None:
                 layer.down.adapters.add_to(residual, gated)
             if media is not None and index < len(media.deep):
@@ -179,6 +193,17 @@ class FusedDecoder:
                 for each in (projection.weight, projection.bias, down):
                     if each is not None and not isinstance(each, nn.Parameter):
                         yield each
+
+    def _query(self, x: Tensor, layer: FusedLayer, rotary: Rotary, slots: Tensor, cache: KVCache, index: int) -> Tensor:
+        query = None if self.pairs is None else self.pairs.rotated(x, layer, rotary, slots, cache, index)
+        if query is not None:
+            return query
+        qkv = self._linear(x, layer.qkv)
+        return self._ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
+
+    def _gated(self, x: Tensor, projection: Projection) -> Tensor:
+        gated = None if self.pairs is None else self.pairs.gated(x, projection)
+        return self._ops.silu_and_mul(self._linear(x, projection)) if gated is None else gated
 
     def _linear(self, x: Tensor, projection: Projection) -> Tensor:
         product = self._ops.linear(x, projection.weight, projection.bias)

@@ -110,7 +110,7 @@ class Runner:
             return None
         sources, targets = batch.copied_pages
         if len(sources):
-            self.cache.copy_pages(self._uploaded(sources.astype(np.int64)), self._uploaded(targets.astype(np.int64)))
+            self.cache.copy_pages(sources.astype(np.int64), targets.astype(np.int64))
         rows = self.rows.admit(batch.new_rows)
         self.rows.step.zero_()
         # The samples of a prompt share its last hidden state, so the head is applied once per prompt.

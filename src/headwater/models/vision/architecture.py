@@ -11,6 +11,10 @@ SUPPORTED_VISION = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 
 _WITH_GRID_POSITIONS = ("qwen2_5_vl", "qwen3_vl")
 
+GATED_ALIGNMENT = 64
+"""Gated layers of a tower are computed with copies of their weights, filled up to a multiple of this width. Those of
+Qwen2.5-VL have a width of 3420, for which cuBLAS has no fast kernels: it needs rows of eight bfloat16 numbers."""
+
 _VISION_MODULES = ("visual", "vision_model", "connector")
 """Children of the base model that turn pixels into embeddings, in all supported models."""
 

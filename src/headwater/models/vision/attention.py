@@ -41,7 +41,8 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     # [1, heads, patches, head dim] → [patches, heads, head dim]
-    query, key, value = (each[0].transpose(0, 1) for each in (query, key, value))
+    # Not by an index, whose gradient is a copy.
+    query, key, value = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
     return attend_within(query, key, value, cu_seq_lens_q, int(max_length_q), scaling)[None], None
 
 

@@ -80,6 +80,10 @@ class VisionProcessor:
         """The tensors of one item, on the CPU, with the names that the model's forward pass gives them."""
         return self._cache.get_or_load(content.digest, lambda: self._made(content))
 
+    def kept(self, content: MediaContent) -> Mapping[str, Tensor] | None:
+        """``inputs`` if they are still in memory."""
+        return self._cache.get(content.digest)
+
     def _made(self, content: MediaContent) -> dict[str, Tensor]:
         return self.family.inputs(content)
 

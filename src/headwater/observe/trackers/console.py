@@ -14,7 +14,8 @@ from headwater.observe.trackers import TRACKERS, Rows
 @TRACKERS.register
 class Console:
     def __init__(self, *, only: tuple[str, ...] = ()) -> None:
-        """``only`` lists beginnings of names, for example [reward/, time/step_s]; empty prints all metrics."""
+        """``only`` lists beginnings of names, for example [reward/, eval/reward/, time/step_s]; empty prints all
+        metrics."""
         self._only = tuple(only)
         self.display: Display | None = None
         """The display of the run, which the progress bar is on. Without one, standard output is used."""
@@ -24,7 +25,8 @@ class Console:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         shown = [f"{name}:{_short(value)}" for name, value in metrics.items() if self._wants(name)]
-        self._say(f"step:{step} - " + " - ".join(shown))
+        if shown:
+            self._say(f"step:{step} - " + " - ".join(shown))
 
     def table(self, step: int, name: str, rows: Rows) -> None:
         for number, row in enumerate(rows, start=1):

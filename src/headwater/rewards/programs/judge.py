@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import HeadwaterError, RewardFailed
@@ -57,12 +57,22 @@ class Rules:
     """Time limit of all tests of one program; tests after it count as failed."""
 
 
+class JudgingPlace(Protocol):
+    """Where programs and their tests run: the sandbox of this machine, or a service (``fusion.py``)."""
+
+    def run(self, code: str, stdin: str = "", *, limits: Limits | None = None) -> Outcome: ...
+    def run_tests(self, code: str, tests: str, *, limits: Limits | None = None) -> Outcome: ...
+    def close(self) -> None: ...
+
+
 class Judge:
     """Runs programs in one sandbox."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, service: JudgingPlace | None = None) -> None:
+        """``service`` is used instead of the sandbox of this machine. Its Python may have another version."""
         self._config = config
-        self._sandbox = Sandbox(config)
+        self._sandbox: JudgingPlace = service or Sandbox(config)
+        self._functions = _compiled_functions() if service is None else _source_functions()
 
     def judge(self, code: str, cases: Cases, rules: Rules) -> Report:
         """Run the tests. A sandbox that does not work is ``RewardFailed``; whatever the program does is a report."""
@@ -110,8 +120,8 @@ class Judge:
         else:
             job |= {"prompt": cases.prompt, "setup": cases.setup, "tests": cases.tests}
         secret = secrets.token_hex(16)
-        program = f"{_functions()}_inside()['load_program']({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
-        outcome = self._sandbox.run_tests(program, _tests(job, secret), limits=limits)
+        program = f"{self._functions}_inside()['load_program']({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
+        outcome = self._sandbox.run_tests(program, self._functions + _tests(job, secret), limits=limits)
         results = _results(outcome, secret)
         if results is None:
             return [_bad_end(outcome) if not outcome.is_ok else ("error", "the tests did not come to their end")]
@@ -119,8 +129,19 @@ class Judge:
 
 
 @cache
-def _functions() -> str:
-    """Code that defines what is in ``inside.py``: compiled, because compiling it takes longer than a test."""
+def _source_functions() -> str:
+    """Code that defines what is in ``inside.py``, for any version of Python."""
+    return (
+        "def _inside():\n"
+        "    names = {'__name__': 'inside'}\n"
+        f"    exec(compile({inspect.getsource(inside)!r}, 'inside.py', 'exec'), names)\n"
+        "    return names\n"
+    )
+
+
+@cache
+def _compiled_functions() -> str:
+    """The same, compiled, because compiling it takes longer than a test."""
     code = compile(inspect.getsource(inside), "inside.py", "exec", optimize=2)
     text = binascii.b2a_base64(zlib.compress(marshal.dumps(code)), newline=False).decode()
     return (
@@ -135,7 +156,7 @@ def _functions() -> str:
 def _tests(job: dict[str, Any], secret: str) -> str:
     """The code of the tests' process. Its last line has a secret mark, because tests may print."""
     return (
-        f"{_functions()}import json\n"
+        "import json\n"
         f"results = _inside()['Checks'](json.loads({json.dumps(job)!r}), solution).run()\n"
         f"print('\\n{secret}', json.dumps(results, default=lambda value: sorted(value)))\n"
     )

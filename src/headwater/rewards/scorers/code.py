@@ -12,7 +12,7 @@ from typing import Any
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.config.traits import ScorerTraits
 from headwater.rewards.programs.cases import CallCases, Cases, CheckCases, OutputCases, read_cases
-from headwater.rewards.programs.judge import Judge, Rules
+from headwater.rewards.programs.judge import Judge, JudgingPlace, Rules
 from headwater.rewards.scorers import SCORERS
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*$", re.MULTILINE)
@@ -36,17 +36,19 @@ def code(
     max_tests: int = 0,
     test_timeout_s: float = 10.0,
     time_limit_s: float = 40.0,
+    sandbox_fusion_url: str = "",
     sandbox: SandboxConfig | None = None,
 ) -> dict[str, Any]:
     """1.0 if the program passes all unit tests of the row; ``continuous`` gives the share of tests that it passes.
 
     ``max_tests`` limits the tests of a row; 0 runs all. ``time_limit_s`` must be less than ``reward.timeout_s``: a slow
-    program is a wrong one, but a scoring function that takes too long has failed.
+    program is a wrong one, but a scoring function that takes too long has failed. ``sandbox_fusion_url`` is a service
+    with Sandbox Fusion's protocol that runs the tests, instead of the sandbox of this machine.
     """
     cases = _first(read_cases(ground_truth, extra_info), max_tests)
     rules = Rules(stops_early=not continuous, test_timeout_s=test_timeout_s, time_limit_s=time_limit_s)
     program = find_program(solution_str)
-    report = _judge(sandbox or SandboxConfig()).judge(program, cases, rules)
+    report = _judge(sandbox or SandboxConfig(), sandbox_fusion_url, time_limit_s).judge(program, cases, rules)
     passed_all = float(report.num_passed == report.num_tests)
     return {
         "score": report.share if continuous else passed_all,
@@ -58,17 +60,26 @@ def code(
     }
 
 
-_judges: dict[tuple[int, SandboxConfig], Judge] = {}
+_judges: dict[tuple[int, SandboxConfig, str, float], Judge] = {}
 """The judges by process and settings. A forked process makes its own."""
 _judges_lock = threading.Lock()
 
 
-def _judge(config: SandboxConfig) -> Judge:
-    key = os.getpid(), config
+def _judge(config: SandboxConfig, url: str, time_limit_s: float) -> Judge:
+    key = os.getpid(), config, url, time_limit_s if url else 0.0
     with _judges_lock:
         if key not in _judges:
-            _judges[key] = Judge(replace(config, max_concurrent=1))  # programs run one at a time
+            _judges[key] = Judge(
+                replace(config, max_concurrent=1),  # programs run one at a time
+                _service(config, url, time_limit_s) if url else None,
+            )
         return _judges[key]
+
+
+def _service(config: SandboxConfig, url: str, time_limit_s: float) -> JudgingPlace:
+    from headwater.rewards.programs.fusion import FusionSandbox  # its HTTP client takes long to import
+
+    return FusionSandbox(url, config, longest_s=time_limit_s)
 
 
 def end_judge() -> None:

@@ -1,14 +1,15 @@
 """Weights over a process group, as trainers send them to SGLang.
 
 ``/init_weights_update_group`` joins a group whose member 0 is the trainer. For ``/update_weights_from_distributed`` the
-trainer then broadcasts the named tensors, one after the other. All tensors of the model belong to one call.
+trainer then broadcasts the named tensors, one after the other. All tensors of the model belong to one call, or to the
+calls between ``/begin_weight_update`` and ``/end_weight_update``, which need memory for a second copy of the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -71,7 +72,9 @@ class UpdateFromGroup:
         group, flushes = fields.text("group_name") or _GROUP, fields.flag("flush_cache", True)
         version = read_weight_version(fields.raw("weight_version"))
         fields.neutral("abort_all_requests", [False], "abort requests with /abort_request first")
-        fields.ignored("load_format")
+        fields.neutral("selector", ["all", "target"], "the server has one model, and none that drafts")
+        fields.neutral("load_format", ["auto"], "send one tensor after the other")
+        fields.ignored("torch_empty_cache")
         fields.done()
         if not isinstance(shapes, list) or not names or not len(names) == len(dtypes) == len(shapes):
             raise ApiError("names, dtypes and shapes: give lists of the same length, with all tensors of the model")
@@ -113,12 +116,35 @@ class TensorReceiver:
             yield name, tensor
 
 
+@dataclass
+class OpenUpdate:
+    """What has arrived since ``/begin_weight_update``. The engine takes it at once, so no request sees a part of it."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    mode: UpdateMode | None = None
+    wanted_version: int | None = None
+
+    def add(self, call: UpdateFromGroup, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors.update(tensors)
+        self.mode = call.mode
+        self.wanted_version = call.wanted_version if call.wanted_version is not None else self.wanted_version
+
+    def finish(self) -> None:
+        """All tensors are here already."""
+
+    def fail(self, reason: str) -> None:
+        """Nothing has to be ended."""
+
+
 GROUPS: web.AppKey[dict[str, Link]] = web.AppKey("sglang_weight_groups", dict)
+OPEN: web.AppKey[list[OpenUpdate]] = web.AppKey("sglang_open_update", list)
+"""One, or none."""
 
 
 async def init_weights_update_group(request: web.Request) -> web.Response:
     call = await request.app[STATE].read_control(request, InitGroup.read)
     groups = request.app[GROUPS]
+    request.app[OPEN].clear()  # of a trainer that has died: the tensors of the next one would be added to it
     if (before := groups.pop(call.meeting.name, None)) is not None:
         before.close()
     try:
@@ -147,8 +173,54 @@ def _begin(call: UpdateFromGroup, link: Link, engine: InferenceEngine) -> tuple[
     return receiver, engine.update_weights(receiver.update(call.version), call.mode)
 
 
+def _receive(call: UpdateFromGroup, link: Link) -> dict[str, torch.Tensor]:
+    receiver = TensorReceiver(link, call)
+    return {name: tensor for bucket in receiver.update(0).buckets for name, tensor in bucket}
+
+
+def _begin_opened(opened: OpenUpdate, version: int, engine: InferenceEngine) -> tuple[OpenUpdate, Future[None]]:
+    return opened, engine.update_weights(WeightUpdate.of(version, opened.tensors.items()), opened.mode)
+
+
+def _read_begin(body: Mapping[str, Any]) -> None:
+    fields = Fields(body)
+    fields.neutral("selector", ["all", "target"], "the server has one model, and none that drafts")
+    fields.done()
+
+
+async def begin_weight_update(request: web.Request) -> web.Response:
+    opened = request.app[OPEN]
+    await request.app[STATE].read_control(request, _read_begin)
+    if opened:
+        return reply({"success": False, "message": "an update is open; call /end_weight_update first"}, status=400)
+    opened.append(OpenUpdate())
+    return reply({"success": True, "message": "Success"})
+
+
+async def end_weight_update(request: web.Request) -> web.Response:
+    """Reply when the engine uses the weights that have arrived."""
+    state, incoming = request.app[STATE], request.app[INCOMING]
+    await state.read_control(request, lambda body: Fields(body).done())
+    if not request.app[OPEN]:
+        return reply({"success": False, "message": "no update is open; call /begin_weight_update first"}, status=400)
+    opened = request.app[OPEN].pop()
+    if not opened.tensors:
+        return reply({"success": True, "message": "Success"})
+    version = state.engine.get_version() + 1 if opened.wanted_version is None else opened.wanted_version
+    call = UpdateFromGroup((), "", opened.mode, opened.wanted_version, version)
+    try:
+        source = "the tensors since /begin_weight_update"
+        await incoming.start(call, source, partial(_begin_opened, opened, version, state.engine), state)
+        await incoming.finish()
+    except HeadwaterError as error:
+        refusal = api_error(error)
+        return reply({"success": False, "message": str(refusal)}, status=refusal.status)
+    return reply({"success": True, "message": f"Success. Weight version is {version}."})
+
+
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
-    """Reply when the engine uses the weights, which the trainer broadcasts after it has sent this call."""
+    """Reply when the engine uses the weights, which the trainer broadcasts after it has sent this call. In an update
+    that was begun before, reply when they have arrived."""
     state, incoming = request.app[STATE], request.app[INCOMING]
     call = await state.read_control(request, UpdateFromGroup.read)
     state.check_update_mode(call.mode, "flush_cache")
@@ -158,6 +230,9 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
     try:
         if link is None:
             raise WeightsError(f"there is no group {call.group}; call /init_weights_update_group first")
+        if request.app[OPEN]:
+            request.app[OPEN][0].add(call, await in_own_thread(partial(_receive, call, link)))
+            return reply({"success": True, "message": "Succeeded to receive the tensors."})
         await incoming.start(call, f"the group {call.group}", partial(_begin, call, link, state.engine), state)
         await incoming.finish()
     except HeadwaterError as error:
@@ -169,5 +244,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
 ROUTES = [
     web.post("/init_weights_update_group", init_weights_update_group),
     web.post("/destroy_weights_update_group", destroy_weights_update_group),
+    web.post("/begin_weight_update", begin_weight_update),
     web.post("/update_weights_from_distributed", update_weights_from_distributed),
+    web.post("/end_weight_update", end_weight_update),
 ]

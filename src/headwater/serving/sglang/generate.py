@@ -35,41 +35,42 @@ _ONLY_IMAGES = "this server accepts text or token ids, and image_data"
 _ONE_MODEL = "the server has one model, without adapters"
 _ONE_SERVER = "this server is not part of a distributed deployment"
 _NOT_KEPT = "the engine returns only tokens and log-probs"
+_OWN_DISTRIBUTION = "tokens are sampled from the model's own distribution"
 
 _UNSUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("logprob_start_len", (-1,), _ONLY_SAMPLED),
     ("top_logprobs_num", (0,), _ONLY_SAMPLED),
-    ("token_ids_logprob", ([],), _ONLY_SAMPLED),
-    ("return_sampling_mask", (False,), _ONLY_SAMPLED),
-    ("return_flat_raw_top_logprobs", (False,), _ONLY_SAMPLED),
+    ("token_ids_logprob multi_item_delimiter_indices token_indices_to_pool", ([],), _ONLY_SAMPLED),
+    ("return_sampling_mask return_entropy", (False,), _ONLY_SAMPLED),
+    ("return_flat_raw_top_logprobs return_flat_raw_output_top_logprobs", (False,), _ONLY_SAMPLED),
     ("return_flat_raw_top_logprobs_b64", (False,), _ONLY_SAMPLED),
-    ("return_entropy", (False,), _ONLY_SAMPLED),
-    ("input_embeds", ([],), _ONLY_TEXT),
-    ("positional_embed_overrides", ([],), _ONLY_TEXT),
-    ("video_data", ([], ""), _ONLY_IMAGES),
-    ("audio_data", ([], ""), _ONLY_IMAGES),
+    ("sampling_logprobs_mode", ("selected",), _ONLY_SAMPLED),
+    ("input_embeds positional_embed_overrides", ([],), _ONLY_TEXT),
+    ("video_data audio_data", ([], ""), _ONLY_IMAGES),
+    ("use_audio_in_video", (False,), _ONLY_IMAGES),
+    ("video_config images_config mm_processor_kwargs", ({},), "images are read as the model's processor says"),
+    ("min_dynamic_patch max_dynamic_patch", (), "images are read as the model's processor says"),
+    ("image_max_dynamic_patch video_max_dynamic_patch", (), "images are read as the model's processor says"),
     ("modalities", ([], ["image"], ["multi-images"]), _ONLY_IMAGES),
-    ("mm_hashes", ([],), _ONLY_TEXT),
+    ("mm_hashes mm_content_hashes", ([],), _ONLY_TEXT),
     ("session_params", ({},), "requests are independent; send the whole prompt"),
-    ("lora_path", ("",), _ONE_MODEL),
-    ("lora_id", ("",), _ONE_MODEL),
-    ("custom_logit_processor", ("",), "tokens are sampled from the model's own distribution"),
-    ("return_hidden_states", (False,), _NOT_KEPT),
-    ("return_routed_experts", (False,), _NOT_KEPT),
-    ("return_indexer_topk", (False,), _NOT_KEPT),
+    ("lora_path lora_id", ("",), _ONE_MODEL),
+    ("custom_logit_processor watermark", ("",), _OWN_DISTRIBUTION),
+    ("return_hidden_states return_routed_experts return_indexer_topk return_bytes", (False,), _NOT_KEPT),
+    ("routed_experts_start_len", (0,), _NOT_KEPT),
     ("return_prompt_token_ids", (False,), "send input_ids instead of text"),
-    ("return_bytes", (False,), _NOT_KEPT),
-    ("bootstrap_host", ("",), _ONE_SERVER),
-    ("bootstrap_port", (), _ONE_SERVER),
-    ("bootstrap_room", (), _ONE_SERVER),
-    ("routed_dp_rank", (0,), _ONE_SERVER),
-    ("data_parallel_rank", (0,), _ONE_SERVER),
-    ("disagg_prefill_dp_rank", (0,), _ONE_SERVER),
+    ("bootstrap_host bootstrap_pair_key http_worker_ipc", ("",), _ONE_SERVER),
+    ("bootstrap_port bootstrap_room decode_tp_size", (), _ONE_SERVER),
+    ("routed_dp_rank data_parallel_rank disagg_prefill_dp_rank", (0,), _ONE_SERVER),
+    ("need_wait_for_mm_inputs", (False,), _ONE_SERVER),
+    ("num_items_assigned kv_hints", ({},), _ONE_SERVER),
+    ("encoder_urls", ([],), _ONE_SERVER),
     ("background", (False,), "the reply is sent on the same connection"),
     ("require_reasoning", (False,), "request it in the prompt"),
     ("max_thinking_tokens", (), "use sampling_params.max_new_tokens"),
     ("priority", (0,), "requests are served in the order of their arrival"),
 )
+"""Fields, their values that change nothing, and why others are refused. All fields of SGLang 0.5.23 are known here."""
 _LABELS = (
     "log_metrics",
     "no_logs",
@@ -119,8 +120,9 @@ def read_generate(body: Mapping[str, Any], limits: ModelLimits) -> GenerateCall:
     rid = fields.raw("rid")
     # Both names say which requests a router should keep together.
     session, routing_key = fields.text("session_id"), fields.text("routing_key")
-    for field, neutral, reason in _UNSUPPORTED:
-        fields.neutral(field, neutral, reason)
+    for names_of_fields, neutral, reason in _UNSUPPORTED:
+        for field in names_of_fields.split():
+            fields.neutral(field, neutral, reason)
     fields.ignored(*_LABELS)
     fields.done()
 
@@ -313,6 +315,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     fields.neutral("structural_tag", [""], _OTHER_GRAMMARS)
     fields.neutral("stop_regex", ["", []], "use stop, which accepts plain text")
     fields.neutral("custom_params", [{}], "they have no effect")
+    fields.neutral("watermark", [{}], _OWN_DISTRIBUTION)
+    fields.neutral("beam_width", [1], _OWN_DISTRIBUTION)
     # The spacing of special tokens and the interval of a stream do not change the generated tokens.
     fields.ignored("spaces_between_special_tokens", "stream_interval")
 

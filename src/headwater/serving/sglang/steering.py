@@ -23,7 +23,7 @@ class AbortCall:
     def read(cls, body: Mapping[str, Any]) -> AbortCall:
         fields = Fields(body)
         rid, abort_all = fields.text("rid"), fields.flag("abort_all", False)
-        fields.ignored("finished_reason", "abort_message")
+        fields.ignored("finished_reason", "abort_message", "weight_versions")
         fields.done()
         if not rid and not abort_all:
             raise ApiError("rid: is missing; name a request, or set abort_all = true", param="rid")

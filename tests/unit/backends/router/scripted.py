@@ -110,6 +110,7 @@ class ScriptedEngine:
             num_running=self.num_open,
             needs_weights=self.needs_weights,
             is_paused=self.is_paused,
+            is_asleep=bool(self.asleep),
             is_alive=not self.is_closed and not self.has_failed,
             is_reachable=not self.is_hanging,
             metrics={"num_running": 99, "num_finished": self.num_served, "last_update_pause_s": self.pause_s},

@@ -18,6 +18,7 @@ from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.core.errors import (
     ConfigError,
+    MemoryRefused,
     QueueFull,
     RolloutFailed,
     ServerLost,
@@ -103,6 +104,14 @@ def test_requests_are_spread_and_bounded_and_sessions_stay():
         for each in asked[:10]:
             asyncio.run(router.agenerate(each))
             assert engines[homes[each.session]].sessions[-1] == each.session
+
+
+def test_the_status_tells_what_servers_measure_before_the_first_health_check():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    for engine in engines:
+        engine.num_served = 3
+    with routed(*engines, options=RouterOptions(health_every_s=10 * LIMIT_S)) as router:
+        assert router.status().metrics["num_finished"] == 6
 
 
 def test_a_server_that_dies_loses_no_token():
@@ -363,6 +372,71 @@ def test_control_reaches_all_and_a_server_that_comes_back_is_told():
         router.wake()
         router.resume()
         assert not any(engine.is_paused or engine.asleep for engine in engines)
+
+
+def test_control_calls_while_all_servers_are_lost_are_told_to_those_that_come_back():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+
+    def lose_all() -> None:
+        for engine in engines:
+            engine.is_dead = True
+
+    def all_return() -> None:
+        for engine in engines:
+            engine.is_dead = False
+        until(lambda: all(each.state == "serving" for each in router.status().servers))
+
+    with routed(*engines) as router:
+        for is_noticed in (False, True):  # they are lost in the call, or before it
+            lose_all()
+            if is_noticed:
+                until(lambda: not any(each.is_alive for each in router.status().servers))
+            router.pause()
+            router.sleep()
+            router.set_version(0)
+            all_return()
+            assert all(engine.is_paused and engine.asleep == {"kv_cache", "weights"} for engine in engines)
+            lose_all()
+            if is_noticed:
+                until(lambda: not any(each.is_alive for each in router.status().servers))
+            router.wake(["weights"])
+            router.resume()
+            all_return()
+            assert all(not engine.is_paused and engine.asleep == {"kv_cache"} for engine in engines)
+            router.wake()
+            assert not router.status().is_asleep
+        asyncio.run(all_of(router, [request(key, 2) for key in range(4)]))
+
+
+def test_a_control_call_that_all_servers_refuse_is_an_error(monkeypatch):
+    """It could be repeated for ever: the servers are not lost."""
+    engines = [ScriptedEngine(), ScriptedEngine()]
+
+    def refuse(tags) -> None:
+        raise RolloutFailed("it cannot release its memory")
+
+    for engine in engines:
+        monkeypatch.setattr(engine, "sleep", refuse)
+    with routed(*engines) as router, pytest.raises(RolloutFailed, match="cannot release its memory"):
+        router.sleep()
+
+
+def test_a_server_without_memory_for_all_of_it_stays_asleep_and_is_woken_later(monkeypatch):
+    engine = ScriptedEngine()
+
+    def refuse(tags) -> None:
+        raise MemoryRefused("too little memory")
+
+    with routed(engine) as router:
+        router.sleep()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "wake", refuse)
+            with pytest.raises(MemoryRefused):
+                router.wake()
+        assert router.status().is_asleep
+        router.wake()
+        assert not router.status().is_asleep
+        assert not engine.asleep
 
 
 def test_weights_reach_all_and_one_that_was_lost_gets_them_again():

@@ -138,11 +138,11 @@ class Routing(RuleBasedStateMachine):
 
 
 TestRouting = Routing.TestCase
-TestRouting.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRouting.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 @given(st.data(), st.integers(2, 4), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_rolling_updates_never_take_an_episode_back(data, num_servers, capacity):
     """One server after another closes, takes the next version and opens; some are lost and come back with it."""
     many, names = policy(num_servers, capacity=capacity), [f"s{number}" for number in range(num_servers)]

@@ -13,6 +13,7 @@ import contextlib
 import hmac
 import importlib.util
 import os
+import random
 import runpy
 import signal
 import socket
@@ -56,7 +57,8 @@ def main() -> None:
     program = sys.argv[1]
     if importlib.util.find_spec(program) is None:
         sys.exit(f"{sys.executable} has no package {program}; set rollout.launch.python to the Python that has it")
-    port = _free_port()
+    # vLLM opens its port at once, SGLang after it has loaded the model.
+    port = _free_port() if program == "vllm" else _unused_port()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     threading.Thread(target=_announce, args=(port,), daemon=True).start()
     options = ["--host", _HOST, "--port", str(port), *(_vllm_options() if program == "vllm" else _sglang_options())]
@@ -79,14 +81,26 @@ def _vllm_options() -> list[str]:
 
 
 def _sglang_options() -> list[str]:
-    return ["--api-key", _KEY] if _KEY else []  # not visible to others: only this process sees its changed arguments
+    # Only this process sees its changed arguments. SGLang prints them, so Headwater removes the key from its output.
+    return ["--api-key", _KEY] if _KEY else []
 
 
-def _free_port() -> int:
+def _free_port(wanted: int = 0) -> int:
     with socket.socket(socket.AF_INET6 if ":" in _HOST else socket.AF_INET) as probe:
-        probe.bind((_HOST, 0))
+        probe.bind((_HOST, wanted))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _unused_port() -> int:
+    """A free port that the system does not give to other programs meanwhile, as it does with those for clients."""
+    first, last = 10_000, 32_768
+    with contextlib.suppress(OSError, ValueError):
+        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(100 if first < last else 0):
+        with contextlib.suppress(OSError):
+            return _free_port(random.randrange(first, last))
+    return _free_port()
 
 
 def _announce(port: int) -> None:

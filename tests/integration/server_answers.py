@@ -1,4 +1,4 @@
-"""Answers of a real vLLM server, and what the learner's models make of their tokens."""
+"""Answers of a real vLLM or SGLang server, and what the learner's models make of their tokens."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from headwater.backends.vllm.engine import VllmEngine
+from headwater.backends.remote.engine import RemoteEngine
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.load import load_model
 
 MODEL = "tiny:qwen3"
 TOLERANCE = 1e-4
-"""Between float32 log-probs of vLLM and of transformers."""
+"""Between float32 log-probs of a server and of transformers."""
 LIMIT_S = 900.0
 
 
@@ -22,7 +22,7 @@ def weights(seed: int) -> torch.nn.Module:
     return load_model(MODEL, dtype="float32", device="cpu", seed=seed)
 
 
-def publish(engine: VllmEngine, model: torch.nn.Module, version: int, mode=None) -> None:
+def publish(engine: RemoteEngine, model: torch.nn.Module, version: int, mode=None) -> None:
     engine.update_weights(WeightUpdate.of(version, model.named_parameters()), mode).result(LIMIT_S)
 
 
@@ -30,8 +30,22 @@ def requests(count: int, sampling: SamplingParams) -> list[ModelRequest]:
     return [ModelRequest(f"request-{each}", (5, 6, 7, 10 + each), sampling, rng_key=each) for each in range(count)]
 
 
-async def ask(engine: VllmEngine, count: int, sampling: SamplingParams) -> list[ModelResponse]:
+async def ask(engine: RemoteEngine, count: int, sampling: SamplingParams) -> list[ModelResponse]:
     return list(await asyncio.gather(*map(engine.agenerate, requests(count, sampling))))
+
+
+def still_answers(engine: RemoteEngine) -> bool:
+    """Whether responses are incomplete after everything has been read that the server, which is stopped, had sent.
+
+    It counts turns of the event loop that reads, not seconds, because a busy machine may not let it read for a while.
+    """
+
+    async def read() -> int:
+        for _ in range(50):
+            await asyncio.sleep(0.005)
+        return engine._session.num_open
+
+    return engine._do(read(), "what has arrived is read") > 0
 
 
 @torch.no_grad()

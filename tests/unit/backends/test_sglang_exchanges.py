@@ -1,0 +1,87 @@
+"""The SGLang backend over exchanges that were recorded from a real server (``sglang_exchanges/``)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from backends.sglang_exchanges.conversation import context, same_every_time, talk
+from player import serving
+
+from headwater.backends.sglang import http as http_module
+from headwater.backends.sglang.engine import SglangEngine
+from headwater.backends.sglang.http import dialect_of, write_request
+from headwater.core.errors import RequestError
+
+FILES = sorted((Path(__file__).parent / "sglang_exchanges").glob("*.jsonl"))
+
+
+class Tape:
+    """Answers as it was recorded, as long as the calls are those of the recording, in its order."""
+
+    def __init__(self, exchanges: list[dict[str, Any]]) -> None:
+        # Health checks and the metrics they read depend on the time, so GET calls may come at any time, or not at all.
+        self._told = {each["path"]: each for each in exchanges if each["method"] == "GET"}
+        self.left = [each for each in exchanges if each["method"] != "GET"]
+        self.others: list[Any] = []
+        """Calls that differ from the recording."""
+
+    async def __call__(self, request: web.Request) -> web.Response:
+        call = {"method": request.method, "path": request.path}
+        call["body"] = same_every_time(request.path, await request.read())
+        if request.method == "GET" and request.path not in self._told:
+            return web.Response(status=404)
+        recorded = self._told[request.path] if request.method == "GET" else self.left[0] if self.left else None
+        if recorded is None or call != {name: recorded[name] for name in call}:
+            self.others.append(call)
+            return web.Response(status=400, text=f"not the recorded call, {recorded}")
+        if request.method != "GET":
+            self.left.pop(0)
+        kind = "text/event-stream" if (call["body"] or {}).get("stream") else "application/json"
+        return web.Response(status=recorded["status"], text=recorded["text"], content_type=kind)
+
+
+def play(file: Path) -> tuple[Tape, dict[str, Any], dict[str, Any]]:
+    """The tape after the conversation, what the backend heard now, and what it heard from the real server."""
+    heard, *exchanges = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    tape = Tape(exchanges)
+    with serving(web.route("*", "/{path:.*}", tape)) as url:
+        engine = SglangEngine.connect(url, context(f"rollout.servers=[{url}]", "rollout.weight_transfer=file"))
+        try:
+            return tape, talk(engine), heard["heard"]
+        finally:
+            engine.close()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_recorded_conversation_is_held_again(file):
+    tape, again, heard = play(file)
+    assert not tape.others
+    assert not tape.left
+    assert again == heard
+    assert again["info"][0] == file.stem
+    assert dialect_of(file.stem).labels_tokens == again["info"][1]
+    for version in (1, 2):
+        tokens, logprobs, versions, reason = again[f"sampled-{version}"]
+        assert (len(tokens), len(logprobs), versions, reason) == (11, 11, [version] * 11, "length")
+        assert again[f"stopped-{version}"][0][-1] % 3 == 0
+        assert again[f"stopped-{version}"][3] == "stop"
+    assert len(again["streamed"]) == 10
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_another_conversation_is_noticed(file, monkeypatch):
+    def other(sending, dialect):
+        body = write_request(sending, dialect)
+        return body | {"sampling_params": body["sampling_params"] | {"top_p": 0.9}}
+
+    monkeypatch.setattr(http_module, "write_request", other)
+    with pytest.raises(RequestError, match="not the recorded call"):
+        play(file)
+
+
+def test_there_is_a_recording():
+    assert FILES
