@@ -38,6 +38,7 @@ from headwater.weights.pieces import GroupMember, PieceReceiver
 
 NUM_RANKS = 4
 NUM_PUBLISHED = 4
+NUM_UPDATED = 3
 BUCKET_BYTES = 8 * 2**20
 LIMIT_S = 300.0
 
@@ -141,11 +142,14 @@ def broadcast(learner: Learner, group: str, watched) -> None:
 
 def run(learner: Learner, folder: Path, watched) -> None:
     data = experience(Case())
-    for name in ("update", "update_again"):
-        with watched(name):
+    with watched("update"):
+        learner.update(data)
+    # On a busy machine a rank may wait for others in some of these while it holds more than it needs to go on, and the
+    # first rank's memory grows by what the call before has freed. What a call itself needs, it needs every time, so the
+    # least of them counts.
+    for number in range(NUM_UPDATED):
+        with watched(f"update_again {number}"):
             learner.update(data)
-    # On a busy machine the first rank's memory grows in some of these by what the update before has freed. What
-    # publishing itself needs, it needs every time, so the least of them counts.
     for number in range(NUM_PUBLISHED):
         with watched(f"publish {number}"):
             sizes = [sum(tensor.nbytes for _, tensor in bucket) for bucket in learner.export()]
@@ -194,8 +198,9 @@ def main(folder: Path) -> None:
         note("start")
         results["held"] = group.call("held", [()] * NUM_RANKS)
         run(learner, folder / "of_model", watched)
-        published = [results.pop(f"publish {number}") for number in range(NUM_PUBLISHED)]
-        results["publish"] = [min(values) for values in zip(*published, strict=True)]
+        for name, times in (("publish", NUM_PUBLISHED), ("update_again", NUM_UPDATED)):
+            repeated = [results.pop(f"{name} {number}") for number in range(times)]
+            results[name] = [min(values) for values in zip(*repeated, strict=True)]
         (folder / "results.json").write_text(json.dumps(results))
 
 
