@@ -19,7 +19,9 @@ from headwater.config.schema import Config
 from headwater.config.traits import ScorerTraits
 from headwater.core.registry import PYTHON, is_path, known_names, nearest, similar_path, split_path
 
-_PLAIN = ("data.dataset", "reward.function", "rollout.should_accept", "data.train", "data.eval")
+_SOURCES = ("data.train", "data.eval")
+_TASKS = "headwater.data.tasks"
+_PLAIN = ("data.dataset", "reward.function", "rollout.should_accept", *_SOURCES)
 """Settings that name code, although their type does not say so."""
 _DEFAULT_FUNCTION = "compute_score"
 """Of a reward file whose function is not named (``rewards.functions``)."""
@@ -50,7 +52,9 @@ def _problem(key: str, name: str) -> str:
         return _scorer_problem(name) if key == "reward.function" else ""
     module, attribute = split_path(name)
     is_source = module.endswith(".py")
-    if not attribute or "://" in name:
+    # reasoning_gym:chain_sum is a built-in task with its argument, although a module has the same name.
+    is_task = key in _SOURCES and name.partition(":")[0] in known_names(_TASKS)
+    if not attribute or "://" in name or is_task:
         return ""
     path = Path(module).expanduser() if is_source else module_file(module)
     if path is None or (not is_source and not path.is_file()):

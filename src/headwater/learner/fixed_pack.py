@@ -23,7 +23,8 @@ from headwater.models.packed_attention import AttentionTables, Copies, Segments,
 
 _LEAST_TOKENS, _LEAST_PREDICTIONS, _LEAST_SEGMENTS, _LEAST_LENGTH, _LEAST_READERS = 128, 64, 16, 128, 4
 _TOKEN_STEPS, _PREDICTION_STEPS = 4, 2
-"""Sizes from one power of two to the next. The work grows with these two; larger tables cost less than more graphs."""
+"""Sizes from one power of two to the next, unless a shape is coarse. The work grows with these two; larger tables cost
+less than more graphs."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,22 @@ class PassShape:
     """Of a token of a shared prompt: its own, and one for every sample that reads it."""
 
     @classmethod
-    def of(cls, pack: Pack, *, has_gradient: bool = True) -> PassShape:
-        """The smallest shape for ``pack``. It depends on nothing else, so a resumed run finds the same one."""
+    def of(cls, pack: Pack, *, has_gradient: bool = True, is_coarse: bool = False) -> PassShape:
+        """The smallest shape for ``pack``. It depends on nothing else, so a resumed run finds the same one.
+
+        Coarse shapes are powers of two, so that fewer are needed: for packs that are computed faster than recorded.
+        """
+        token_steps, prediction_steps = (1, 1) if is_coarse else (_TOKEN_STEPS, _PREDICTION_STEPS)
         segments = pack.segments
         num_real = len(pack.input_ids)
         # At least one token fills up: places that fill up tables point to it.
-        num_tokens = rounded_up(num_real + 1, _LEAST_TOKENS, _TOKEN_STEPS)
+        num_tokens = rounded_up(num_real + 1, _LEAST_TOKENS, token_steps)
         longest_query = rounded_up(int(segments.lengths.max()), _LEAST_LENGTH)
         longest_key = rounded_up(int((segments.lengths + segments.prefix_lengths).max()), _LEAST_LENGTH)
         num_fillers = -(-(num_tokens - num_real) // longest_query)
         own = cls(
             num_tokens,
-            rounded_up(len(pack.targets), _LEAST_PREDICTIONS, _PREDICTION_STEPS),
+            rounded_up(len(pack.targets), _LEAST_PREDICTIONS, prediction_steps),
             rounded_up(len(segments.lengths) + num_fillers, _LEAST_SEGMENTS),
             longest_query,
             longest_key,

@@ -43,6 +43,9 @@ _MOST_GRAPHS = 48
 _MOST_TOKENS = 16384
 _MOST_WORK = 3e11
 """Tokens times weights of a layer. With more, a GPU computes a layer for longer than its kernels take to launch."""
+_COARSE_WORK = 2e10
+"""The same. With less, computing a pack that is filled up to twice its size takes milliseconds more; recording a pass of
+another shape takes 0.2 s, and responses of different lengths would need one in every second step for a while."""
 _SCORES = 3
 """Values for every pair of a query and a key of ``GridAttention``: mask, probabilities and their gradient."""
 
@@ -98,7 +101,8 @@ class PassGraphs:
         """``pack``, filled up; the pack ``on_device`` as it is if it is to be computed without a graph."""
         if self._is_off or pack.media is not None or pack.position_ids.ndim > 1:
             return on_device
-        shape = PassShape.of(pack, has_gradient=torch.is_grad_enabled())
+        is_coarse = len(pack.input_ids) * self._weights.per_layer < _COARSE_WORK
+        shape = PassShape.of(pack, has_gradient=torch.is_grad_enabled(), is_coarse=is_coarse)
         is_large = shape.num_tokens > _MOST_TOKENS or shape.num_tokens * self._weights.per_layer > _MOST_WORK
         has_room = self._most_bytes is None or self._num_bytes(shape) <= self._most_bytes
         if is_large or not has_room:

@@ -10,7 +10,9 @@ from headwater.config.checks import files_exist, fits_checkpoint
 from headwater.config.extension_checks import START_CHECKS, extensions_exist
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError
+from headwater.core.registry import PACKAGE_ROOT
 
+RECIPES = PACKAGE_ROOT / "recipes"
 CHECKPOINT = Path("runs/q/checkpoints/step_000080")
 
 
@@ -140,3 +142,14 @@ def test_a_file_that_was_moved_may_get_its_new_name(write):
     write("models/old/config.json", "{}")
     (problem,) = refused(None, ["model.path=./models/new", "data.train=new.jsonl"], fits_checkpoint(before, CHECKPOINT))
     assert problem.startswith("model.path = './models/new'")
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_recipe_names_what_exists(recipe):
+    """``reasoning_gym:chain_sum`` is a built-in task with an argument, and also looks like a name in a module."""
+    load_config(recipe, [], START_CHECKS)
+
+
+def test_a_task_with_an_argument_is_no_name_in_a_module():
+    for key in ("data.train", "data.eval"):
+        load_config("quickstart", [f"{key}=reasoning_gym:leg_counting"], START_CHECKS)

@@ -71,7 +71,7 @@ def compared(make, data, **packing) -> PassGraphs:
     actual = results(module, data, lambda pack: graphs(graphs.filled(pack, pack)), **packing)
     assert len(actual) == len(expected)
     for ours, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=5e-4)
     return graphs
 
 
@@ -128,10 +128,10 @@ def test_a_repeated_pass_has_the_same_bits():
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 1000), st.integers(1, 6), st.booleans())
-def test_filled_up_inputs_keep_the_pack_and_attend_to_nothing_new(seed, num_groups, share_prompts):
+@given(st.integers(0, 1000), st.integers(1, 6), st.booleans(), st.booleans())
+def test_filled_up_inputs_keep_the_pack_and_attend_to_nothing_new(seed, num_groups, share_prompts, is_coarse):
     for pack in packs(batch(seed, num_groups), 60, share_prompts=share_prompts):
-        shape = PassShape.of(pack)
+        shape = PassShape.of(pack, is_coarse=is_coarse)
         inputs = FixedInputs.of(pack, shape)
         assert torch.equal(inputs.input_ids[: len(pack.input_ids)], pack.input_ids)
         assert torch.equal(inputs.predictors[: len(pack.targets)], pack.predictors)
@@ -142,7 +142,7 @@ def test_filled_up_inputs_keep_the_pack_and_attend_to_nothing_new(seed, num_grou
         assert int(lengths.max()) <= shape.longest_query
         assert int(inputs.key_starts.diff().max()) <= shape.longest_key
         assert share_prompts or not shape.num_keys
-        alone = PassShape.of(pack, has_gradient=False)
+        alone = PassShape.of(pack, has_gradient=False, is_coarse=is_coarse)
         assert (alone.num_keys, alone.num_shared) == (shape.num_keys, 0)
         assert torch.equal(FixedInputs.of(pack, alone).key_places, inputs.key_places)
         generator = torch.Generator().manual_seed(seed)
@@ -345,3 +345,15 @@ def test_filling_up_costs_at_most_a_quarter():
     for seed in range(5):
         (pack,) = packs(batch(seed, num_groups=30))
         assert PassShape.of(pack).num_tokens <= math.ceil(1.25 * (len(pack.input_ids) + 1))
+
+
+def test_little_work_needs_few_shapes(monkeypatch):
+    """Recording a pass takes longer than computing a small pack many times."""
+    num_recorded = {}
+    for least_work in (graphs_module._COARSE_WORK, 0):
+        monkeypatch.setattr(graphs_module, "_COARSE_WORK", least_work)
+        graphs = graphed(policy())
+        drawn = [packs(batch(seed, num_groups=20 + seed % 10)) for seed in range(20)]
+        num_recorded[least_work] = len({graphs.filled(pack, pack).shape for each in drawn for pack in each})
+    coarse, fine = num_recorded.values()
+    assert 2 * coarse <= fine
