@@ -6,7 +6,8 @@
 A case is a recipe, or several joined by ``+``; later ones change earlier ones. ``name=recipe+recipe;key=value`` gives
 it a name and settings of its own. ``--settings`` are for all of them. ``--add`` completes the table with the runs of an
 earlier record, except those that were made again. Every run is a process of ``headwater train``. A run that fails, or
-is stopped by ``--limit``, is shown with its last words and is in the record with the rewards that it reached.
+is stopped by ``--limit``, is shown with its last words and is in the record with the rewards that it reached. The
+record is written after every run, so a series that is stopped keeps those that have ended.
 
 ``--at-s 60 120`` compares the runs at equal times: the held-out reward after so many seconds of training, interpolated
 between evaluations. ``--by-time`` draws the rewards over these seconds.
@@ -199,7 +200,19 @@ def main() -> None:
     options: argparse.Namespace = parser.parse_args()
     load = os.getloadavg()[0]
     jobs = [(Case.read(text), seed) for seed in options.seeds for text in options.cases]
-    runs = []
+    order = {Case.read(text).name: place for place, text in enumerate(options.cases)}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def write(runs: Sequence[Run]) -> list[Run]:
+        """Write the record, and return all runs that are in it."""
+        found = [*runs, *([] if options.add is None else earlier_runs(options.add, runs))]
+        found.sort(key=lambda each: (order.get(each.case, len(order)), each.case, each.seed))
+        shared = {"load_before": load, "at_a_time": options.processes}
+        rows = {"rows": rows_of(found), "at_times": rows_at(found, options.at_s)}
+        write_record(options.out, device, **shared, **rows, runs=[asdict(each) for each in found])
+        return found
+
+    runs: list[Run] = []
     for run in run_all(jobs, options.settings, options.processes, options.limit):
         runs.append(run)
         curve = " ".join(f"{step}:{reward:.3f}" for step, reward, _ in run.rewards)
@@ -208,26 +221,19 @@ def main() -> None:
         )
         if run.error:
             print(f"  failed: {run.error}", flush=True)
-    order = {Case.read(text).name: place for place, text in enumerate(options.cases)}
-    if options.add is not None:
-        runs += earlier_runs(options.add, runs)
-    runs.sort(key=lambda each: (order.get(each.case, len(order)), each.case, each.seed))
-    rows = rows_of(runs)
+        write(runs)
+    found = write(runs)
     print(f"\n{'case':<36} {'before':>6} {'after':>6} {'best':>6} {'steps':>5} {'s/step':>6} {'wall s':>6}")
-    for row in rows:
+    for row in rows_of(found):
         print(
             f"{row['case']:<36} {row['before']:>6.3f} {row['after']:>6.3f} {row['best']:>6.3f} {row['steps']:>5} "
             f"{row['step_s']:>6.2f} {row['wall_s']:>6.0f}"
         )
-    at_times = rows_at(runs, options.at_s)
-    for row in at_times:
+    for row in rows_at(found, options.at_s):
         seeds = " ".join(f"{reward:.3f}" for reward in row["reward_per_seed"])
         print(f"{row['case']:<36} after {row['at_s']:>4.0f} s: {row['reward']:.3f} ({seeds})")
     if options.plot is not None:
-        draw(options.plot, runs, by_time=options.by_time)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shared = {"load_before": load, "at_a_time": options.processes}
-    write_record(options.out, device, **shared, rows=rows, at_times=at_times, runs=[asdict(each) for each in runs])
+        draw(options.plot, found, by_time=options.by_time)
 
 
 if __name__ == "__main__":

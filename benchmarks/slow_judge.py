@@ -1,9 +1,10 @@
 """A reward that comes as late as that of a judge: the score of the row's own scorer, after a log-normal time.
 
-    python benchmarks/recipes.py --processes 6 --seeds 0 1 2 --limit 180 --by-time --at-s 60 120 \\
+    python benchmarks/recipes.py 'sync=smollm2-arithmetic' \\
+        'async 4, decoupled=smollm2-arithmetic+decoupled;rollout.max_staleness=4' \\
+        --processes 6 --seeds 0 1 2 --limit 150 --by-time --at-s 20 30 40 50 \\
         --settings engine.kv_cache_gib=3 reward.function=benchmarks/slow_judge.py reward.where=threads \\
-        reward.max_concurrent=4096 \\
-        'sync=smollm2-arithmetic' 'async 4, decoupled=smollm2-arithmetic+decoupled;rollout.max_staleness=4'
+        reward.max_concurrent=4096
 
 The mean is a second by default, and the slowest of 512 answers takes about four. A synchronous run waits for that one
 in every step; one that may run ahead trains on complete groups meanwhile.

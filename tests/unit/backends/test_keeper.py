@@ -9,6 +9,7 @@ import asyncio
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -24,6 +25,7 @@ import torch
 from log import own_records
 
 from headwater.backends.launch import keeper
+from headwater.backends.launch.child import ChildServer, Command
 from headwater.backends.launch.keeper import ChildKeeper
 from headwater.backends.native import places, server
 from headwater.backends.native.engine import NativeEngine
@@ -208,6 +210,20 @@ def test_a_process_that_ends_before_it_takes_over_has_its_last_words(few_restart
 def test_a_first_process_that_ends_before_it_is_connected_has_its_last_words(scene_of):
     with pytest.raises(RolloutFailed, match=rf"ended with exit status 7; its output:\n(.|\n)*{WORDS}"):
         scene_of({"path": "/headwater/connect", "last_words": WORDS})
+
+
+def test_the_first_error_is_shown_even_if_much_is_printed_after_it():
+    """As vLLM does: the cause in one process, then long tracebacks of another one that waited for it."""
+    code = (
+        "print('like `OSError: [Errno 24]`'); print('(EngineCore pid=7) ERROR [core.py:1] ImportError: no x')\n"
+        "print('waits\\n' * 3000 + 'RuntimeError: see above'); raise SystemExit(1)"
+    )
+    command = Command([sys.executable, "-c", code], "a model", re.compile(r"at (\S+)"))
+    with pytest.raises(RolloutFailed) as caught:
+        asyncio.run(ChildServer.start(command))
+    first = "its output:\nthe first error: (EngineCore pid=7) ERROR [core.py:1] ImportError: no x\n...\n"
+    assert first in str(caught.value)
+    assert str(caught.value).endswith("waits\nRuntimeError: see above")
 
 
 # A process that lives and whose engine does not

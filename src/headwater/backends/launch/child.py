@@ -21,6 +21,8 @@ _LAST_WORDS_S = 1.0
 """How long its output is read after it has ended. A process that it left behind may keep the pipe open forever."""
 _LOOK_S = 0.05
 _TAIL_CHARACTERS = 4000
+_ERROR = re.compile(r"^(?:.*[\])] )?\w+(?:Error|Exception): .+$", re.MULTILINE)
+"""The last line of a traceback, also behind what a logger writes before it."""
 HOST, PORT = "{host}", "{port}"
 """Arguments of a command that are known only where it runs: the address to listen on, and a free port there."""
 
@@ -74,6 +76,7 @@ class ChildServer:
         self._process = process
         self._command = command
         self._output = ""
+        self._first_error = ""
         self._ready = asyncio.Event()
         self._is_group_ended = False
         self._reader = asyncio.create_task(self._read())
@@ -115,8 +118,9 @@ class ChildServer:
 
     @property
     def last_lines(self) -> str:
-        """The end of its output."""
-        return self._output.strip() or "(no output)"
+        """The end of its output. The first error stands before it: servers print long tracebacks of what follows."""
+        output = self._output.strip() or "(no output)"
+        return output if self._first_error in output else f"the first error: {self._first_error}\n...\n{output}"
 
     async def wait(self) -> str:
         """Wait until it has ended, and return a description of how."""
@@ -183,7 +187,10 @@ class ChildServer:
     def _take(self, text: str) -> None:
         if self._echo is not None and text:
             self._echo(text)
-        self._output = (self._output + text)[-_TAIL_CHARACTERS:]
+        output = self._output + text
+        if not self._first_error and (error := _ERROR.search(output)):
+            self._first_error = error[0].strip()
+        self._output = output[-_TAIL_CHARACTERS:]
         found = self._command.ready.search(self._output)
         if found and not self.url:
             self.url = found[1]
