@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -147,6 +148,18 @@ def test_an_exported_model_is_loaded_by_transformers(run, tmp_path):
     assert (again.code, "exists and is not empty" in again.stderr) == (2, True)
     assert "use the number of a saved step, or best" in headwater("export", run, "--to", "x", "--step", "b").stderr
     assert "trained all weights" in headwater("export", run, "--to", "x", "--adapter").stderr
+
+
+def test_a_copy_of_a_run_is_evaluated_and_exported_by_its_url(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("headwater.trainer.mirror.local_run", partial(local_run, root=tmp_path))  # instead of runs/
+    place = f"file://{run.parent}/copy/all"
+    evaluated = headwater("eval", place, "eval.num_prompts=4", "rollout.temperature=0.3")
+    assert evaluated.code == 0, evaluated.stderr
+    assert "Note: rollout.temperature=0.3: is for training and has no effect here" in evaluated.stdout
+    assert headwater("export", place, "--to", tmp_path / "model").code == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters()
+    missing = headwater("export", f"{place}s", "--to", "x").stderr
+    assert f"RUN = {place}s: no copy of a run (config.yaml is missing)" in missing
 
 
 VLLM, HAS_VLLM = python_of("vllm")

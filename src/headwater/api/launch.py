@@ -327,7 +327,10 @@ def _fit(
         else:
             _announce(run, config, display)
         run.write_config(to_yaml(with_absolute_paths(config)))
-        display.say(describe(training.train_data, "training") + ", " + describe(rollout.eval_data, "held-out"))
+        display.say(
+            f"{describe(training.train_data, 'training')}, "
+            f"{describe(rollout.eval_data, 'held-out', config.eval.num_prompts)}"
+        )
         display.say(logprob_sources(config))
         if plan is not None:
             display.say(describe_plan(plan))

@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "headwater eval RUN|MODEL [RECIPE ...] [key=value ...] [--data SOURCE] [--reward FUNCTION] [options]"
     parser.epilog = EXAMPLES
     parser.add_argument(
-        "target", metavar="RUN|MODEL", help="run directory, model folder, hub id, tiny:<preset> or smollm2"
+        "target",
+        metavar="RUN|MODEL",
+        help="run directory, URL of its copy (trainer.checkpoint_dir), model folder, hub id, tiny:<preset> or smollm2",
     )
     parser.add_argument(
         "arguments",
@@ -81,11 +83,17 @@ def run(args: argparse.Namespace) -> int:
     out = args.out.expanduser() if args.out is not None else None
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise HeadwaterError(f"--out {out}: exists and is not empty; name a new folder")
+    if "://" in args.target:
+        from headwater.trainer.mirror import local_run
+
+        args.target = str(local_run(args.target, key="RUN|MODEL"))
     subject = _of_run(args) if (Path(args.target).expanduser() / "config.yaml").is_file() else _of_model(args)
     config = subject.config
 
     import torch
 
+    from headwater.config.builtin import split_arguments
+    from headwater.config.notices import eval_notices
     from headwater.observe.progress import Display
     from headwater.trainer.evaluate import evaluate
     from headwater.trainer.rollout_setup import build_rollout
@@ -99,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
         if parts.eval_data is None:
             raise RunError(f"{subject.name}: no held-out prompts; name some, for example --data test.parquet")
         display = Display()
+        for notice in eval_notices(split_arguments(args.arguments)[1]):
+            display.say(f"Note: {notice}")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
         with display.console.status("evaluating"):

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "headwater export RUN --to FOLDER [--step N|best] [--merge | --adapter] [--dtype TYPE] [--license ID]"
     )
     parser.epilog = EXAMPLES
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("run", metavar="RUN", help="run directory, or the URL of its copy (trainer.checkpoint_dir)")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="new folder that is written")
     parser.add_argument(
         "--step",
@@ -72,8 +72,9 @@ def run(args: argparse.Namespace) -> int:
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.trainer.checkpoint import check_whole, find_checkpoint, step_of
+    from headwater.trainer.mirror import local_run
 
-    directory = RunDirectory.open(args.run.expanduser())
+    directory = RunDirectory.open(local_run(args.run, key="RUN"))
     config = load_config(directory.config_file, was_accepted=True).config
     checkpoint = find_checkpoint(directory, config.trainer, args.step)
     check_whole(directory, checkpoint, part="train" if args.adapter else "model")

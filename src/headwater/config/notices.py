@@ -27,6 +27,10 @@ GPU_ONLY = (
     "learner.residency",
 )
 """Settings that nothing reads on a CPU."""
+_TRAINING_ONLY = ("learner", "critic", "algorithm", "trainer", "warm_start", "reference")
+_READ_BY_EVAL = ("trainer.num_threads", "trainer.best_metric")
+_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""The variables that tell how many processes these programs have started."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,22 @@ def config_notices(config: Config, given: Collection[str] = (), automatic: str |
         *_gpu_only(config, given, automatic),
         *_interpolation(config),
         *_one_rank(config),
+        *_separate(),
         *_forgotten(config, given),
     ]
+
+
+def eval_notices(overrides: Collection[str]) -> Iterator[Notice]:
+    """Settings on the command line of ``headwater eval`` that only training reads."""
+    for each in overrides:
+        key = each.partition("=")[0]
+        section, _, name = key.partition(".")
+        if key in settings(Config) and section == "rollout" and f"eval.{name}" in settings(Config):
+            # The longest response of evaluation is that of training unless it is given.
+            if name != "max_new_tokens":
+                yield Notice(each, f"is for training and has no effect here; set eval.{name}")
+        elif section in _TRAINING_ONLY and key not in _READ_BY_EVAL:
+            yield Notice(each, "is for training and has no effect here")
 
 
 def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> Iterator[Notice]:
@@ -77,6 +95,18 @@ def _one_rank(config: Config) -> Iterator[Notice]:
     has_one = config.cluster.kind == "local" and os.environ.get("WORLD_SIZE", "1") == "1"
     if has_one and value_at(config, key) != settings(Config)[key].default():
         yield Notice(f"{key} = {show(value_at(config, key))}", "has no effect, because the learner is one process")
+
+
+def _separate() -> Iterator[Notice]:
+    """Processes that do not know of each other. It may be meant, for example for several seeds."""
+    for variable, program in _LAUNCHERS.items():
+        number = os.environ.get(variable, "1")
+        if number.isdecimal() and int(number) > 1 and "WORLD_SIZE" not in os.environ:
+            yield Notice(
+                f"{variable} = {number}",
+                f"{program} has started {number} runs that do not know of each other; for one run with {number} ranks, "
+                f"use torchrun --nproc-per-node {number} -m headwater train",
+            )
 
 
 def _interpolation(config: Config) -> Iterator[Notice]:

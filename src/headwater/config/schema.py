@@ -38,7 +38,7 @@ class RunConfig:
     deterministic: bool = False
     """Make the run bitwise repeatable, also after a resume. Turns on engine.deterministic, and join_projections off.
     With rollout.max_staleness > 0, batches are taken in order, and weights are published when no response is
-    generated."""
+    generated. On a GPU, the order of sums in a backward pass may still vary."""
 
 
 @dataclass(frozen=True)

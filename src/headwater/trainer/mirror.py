@@ -221,14 +221,14 @@ class Mirror:
             raise CopyFailed(text) from error
 
 
-def local_run(place: str, root: Path = Path("runs")) -> Path:
-    """The run directory that ``--resume`` names. Of a URL, a copy is downloaded to ``root``."""
+def local_run(place: str, root: Path = Path("runs"), *, key: str = "--resume") -> Path:
+    """The run directory that ``key`` names. Of a URL, a copy is downloaded to ``root``."""
     if not is_url(place):
         return Path(place).expanduser()
     run = RunDirectory(root / place.rstrip("/").rpartition("/")[2])
-    mirror = Mirror(place, run, key="--resume")
+    mirror = Mirror(place, run, key=key)
     if not _fetch_whole(mirror, run):
-        raise RunError(f"--resume = {place}: no copy of a run (config.yaml is missing); check the address")
+        raise RunError(f"{key} = {place}: no copy of a run (config.yaml is missing); check the address")
     return run.path
 
 

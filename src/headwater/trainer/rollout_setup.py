@@ -373,10 +373,15 @@ def _filters(config: Config) -> dict[DropKind, GroupFilter]:
     return filters
 
 
-def describe(dataset: PromptDataset | None, kind: str) -> str:
-    """For example ``4096 training prompts``, and how many were left out because of their length."""
+def describe(dataset: PromptDataset | None, kind: str, num_used: int = 0) -> str:
+    """For example ``4096 training prompts``, and how many were left out because of their length.
+
+    ``num_used`` is ``eval.num_prompts``; 0 means all.
+    """
     if dataset is None:
         return f"no {kind} prompts"
+    if 0 < num_used < len(dataset):
+        return f"{num_used} of {len(dataset)} {kind} prompts (eval.num_prompts; 0 takes all)"
     count = num_left_out(dataset)
     left_out = f" ({count} over data.max_prompt_tokens left out)" if count else ""
     return f"{len(dataset)} {kind} prompts{left_out}"

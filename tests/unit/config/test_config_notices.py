@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headwater.config.keys import settings
 from headwater.config.load import load_config
-from headwater.config.notices import config_notices
+from headwater.config.notices import config_notices, eval_notices
 from headwater.config.schema import Config
 
 
@@ -27,6 +27,32 @@ def test_settings_for_gpus_are_named_on_a_cpu():
     separate = ("engine.overlap=false", "rollout.placement=disaggregated", "rollout.device=cuda:1")
     assert notices(*separate) == []
     assert notices("engine.overlap=true", resolved=True) == []  # a resolved recipe gives every key
+
+
+def test_processes_that_a_launcher_started_separately_are_told(monkeypatch):
+    for variable, program in (("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")):
+        monkeypatch.setenv(variable, "1")
+        assert notices() == []
+        monkeypatch.setenv(variable, "4")
+        (said,) = notices()
+        assert said.startswith(f"{variable} = 4: {program} has started 4 runs that do not know of each other")
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", "4")  # of torchrun, whose ranks know of each other
+            assert notices() == []
+        monkeypatch.delenv(variable)
+
+
+def test_settings_that_an_evaluation_does_not_read_are_named():
+    read = ["eval.temperature=1", "rollout.max_new_tokens=9", "reward.function=x.py:f", "trainer.num_threads=2"]
+    assert list(eval_notices(read)) == []
+    for ignored, remedy in {
+        "rollout.temperature=0.3": "; set eval.temperature",
+        "rollout.num_samples_per_prompt=4": "; set eval.num_samples_per_prompt",
+        "learner.learning_rate=0.5": "",
+        "trainer.trackers=[jsonl]": "",
+    }.items():
+        (said,) = eval_notices([*read, ignored])
+        assert str(said) == f"{ignored}: is for training and has no effect here{remedy}"
 
 
 def test_an_interpolation_between_equal_policies_is_said():

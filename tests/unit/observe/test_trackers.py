@@ -181,6 +181,21 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
     assert b"name: small" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
+def test_after_a_resume_tensorboard_shows_only_the_new_steps(tmp_path):
+    pytest.importorskip("tensorboard", reason="NO TENSORBOARD: pip install 'headwater[tensorboard]'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps, value in ((range(1, 5), 0.25), (range(3, 6), 0.5)):  # killed after step 4, resumed after step 2
+        made = Trackers.of(["tensorboard"], {})
+        made.start({"run": {"name": "small"}}, "small", project="sums", folder=tmp_path)
+        for step in steps:
+            made.log(step, {"reward/mean": value})
+        assert made.finish(60.0) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [(each.step, each.value) for each in events.Scalars("reward/mean")]
+    assert shown == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
+
+
 def test_wandb_works_offline_and_continues_a_run(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="NO WANDB: pip install 'headwater[wandb]'")
     from wandb.proto import wandb_internal_pb2

@@ -15,34 +15,46 @@ class TensorBoard:
         """``folder`` is the folder of event files, under which each run gets its own; empty means the run directory."""
         require("tensorboard", "tensorboard")
         self._folder = Path(folder).expanduser() if folder else None
-        self._writer: Any = None
+        self._place = ""
+        self._config = ""
+        self._opened: Any = None
 
     def start(self, config: Mapping[str, Any], name: str, *, project: str, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         from headwater.config import yaml12
 
-        place = folder if self._folder is None else self._folder / project / name
-        # After a resume, steps from here on replace what an earlier process wrote about them.
-        self._writer = SummaryWriter(str(place))
-        text = "\n".join(f"    {line}" for line in yaml12.dump(config).splitlines())
-        self._writer.add_text("config", text, 0)
+        self._place = str(folder if self._folder is None else self._folder / project / name)
+        self._config = "\n".join(f"    {line}" for line in yaml12.dump(config).splitlines())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        writer = self._writer(step)
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
     def table(self, step: int, name: str, rows: Rows) -> None:
         if rows:
             columns = list(rows[0])
             lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
             text = "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-            self._writer.add_text(name, text, step)
-            self._writer.flush()
+            writer = self._writer(step)
+            writer.add_text(name, text, step)
+            writer.flush()
 
     def finish(self) -> None:
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    def _writer(self, step: int) -> Any:
+        """The writer, opened at the first step that this process tells of.
+
+        After a resume, TensorBoard shows from this step on only what this process writes.
+        """
+        if self._opened is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._opened = SummaryWriter(self._place, purge_step=step)
+            self._opened.add_text("config", self._config, step)
+        return self._opened
 
 
 def _cell(value: Any) -> str:
