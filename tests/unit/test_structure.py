@@ -82,6 +82,14 @@ def test_who_keeps_a_process_alive_does_not_know_how_to_talk_to_it():
         assert not wrong, f"{path}: must not import {wrong}"
 
 
+def test_the_trainer_reaches_the_learner_only_through_its_interface():
+    found = {path.name: imported_modules(path) for path in (SOURCE / "trainer").glob("*.py")}
+    reaching = {
+        name for name, modules in found.items() if any(each.startswith("headwater.learner") for each in modules)
+    }
+    assert reaching == {"learner_setup.py"}, "only what builds the learner imports its package"
+
+
 def test_no_module_imports_itself_through_others():
     """Imports inside functions and for type checkers count too: a cycle is one whenever it is closed."""
     modules = {_module_name(path): path for path in files()}

@@ -159,7 +159,10 @@ def every_gradient_is_computed(config: Config, layers: Layers) -> Iterator[Clash
 def kl_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     algorithm = config.algorithm
     if algorithm.kl_in_reward == 0:
-        why = "algorithm.kl_in_reward = 0 is no penalty to steer; set it to where the coefficient starts"
+        why = (
+            "algorithm.kl_in_reward = 0 turns the penalty off that it would adjust; set kl_in_reward to the first "
+            "coefficient, for example 0.05"
+        )
         yield from unread(["algorithm.kl_target"], ("algorithm.kl_in_reward",), why, layers)
     if algorithm.kl_target == 0:
         why = "algorithm.kl_target = 0 steers nothing; set it too"
@@ -260,8 +263,8 @@ def two_policies_differ(config: Config, layers: Layers) -> Iterator[Clash]:
     if loss is not None and loss.traits.two_policies and config.algorithm.old_logprobs == "rollout":
         yield Clash(
             ("algorithm.policy_loss", "algorithm.old_logprobs"),
-            "algorithm.old_logprobs = rollout makes the proximal policy the one that sampled, so every weight is 1; "
-            "use algorithm.old_logprobs=recompute or loglinear, or policy_loss=ppo",
+            "algorithm.old_logprobs = rollout makes the policy that sampled also the proximal one, so every weight "
+            "is 1; use algorithm.old_logprobs=recompute or loglinear, or policy_loss=ppo",
         )
 
 

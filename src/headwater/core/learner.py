@@ -91,7 +91,7 @@ class Learner(Protocol):
     """Holds the policy, the critic, the reference and the reward model, and trains the first two.
 
     One process (``learner.learner.LocalLearner``) or several (``cluster.group.LearnerGroup``). All calls take and
-    return values that can be serialised.
+    return values that can be serialised, except ``snapshot``, whose result writes what this process holds.
     """
 
     def compute(self, batch: DataProto, what: Sequence[str]) -> dict[str, torch.Tensor]:

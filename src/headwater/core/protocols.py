@@ -167,7 +167,7 @@ class InferenceEngine(EpisodeEngine, Protocol):
     def astream(self, request: ModelRequest) -> AsyncGenerator[Delta, None]:
         """Yield new tokens as they are generated. Closing the generator early ends the request.
 
-        An engine that cannot stream returns ``streaming.whole_response(self, request)``.
+        An engine that cannot stream returns ``whole_response(self, request)``.
         """
         ...
 

@@ -121,7 +121,7 @@ def fetch(url: str, folder: Path) -> tuple[Path, ...]:
     system, path = _open(url)
     try:
         found = sorted(system.glob(path)) if glob.has_magic(urlsplit(url).path) else [path]
-    except Exception as error:  # every file system has errors of its own
+    except Exception as error:  # every file system has its own errors
         raise _unreadable(url, error) from error
     if not found:
         raise DataError(f"data source {url!r}: no file matches; check the pattern")
@@ -153,7 +153,7 @@ def _copy(system: Any, path: str, url: str, folder: Path) -> Path:
     copy, note = home / name, home / "version.json"
     try:
         info = system.info(path)
-    except Exception as error:  # every file system has errors of its own
+    except Exception as error:  # every file system has its own errors
         if copy.is_file() and not _is_missing(error):
             logger.warning("%s cannot be reached (%s); the copy in %s is used", url, error, home)
             return copy

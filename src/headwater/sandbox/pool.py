@@ -1,4 +1,4 @@
-"""Cells for programs and sessions, at most so many at work at the same time."""
+"""Cells for programs and sessions, a limited number of which work at the same time."""
 
 from __future__ import annotations
 

@@ -511,7 +511,7 @@ class Trainer:
 
 
 class Periods:
-    """When evaluations and checkpoints are due during training: after so many steps, epochs or minutes.
+    """When evaluations and checkpoints are due during training: after a number of steps, epochs or minutes.
 
     An epoch ends with the step that takes the last of its prompts. Prompts that replace filtered groups do not count,
     as for ``trainer.total_epochs``.

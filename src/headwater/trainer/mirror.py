@@ -213,7 +213,7 @@ class Mirror:
             yield
         except HeadwaterError:
             raise
-        except Exception as error:  # each storage has errors of its own
+        except Exception as error:  # each storage has its own errors
             if not is_url(self.place) and (full := disk_full(error, Path(self.place), "the copy of a checkpoint")):
                 raise full from error
             remedy = "check the address, the credentials and the free space, or leave the setting empty"

@@ -109,10 +109,10 @@ def test_weights_are_sent_under_the_names_of_published_files() -> None:
 
 @pytest.mark.parametrize("kind", ["smolvlm", "idefics3"])
 def test_vision_models_that_sglang_does_not_have_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"sglang: it has no implementation of {kind} models of its own"):
+    with pytest.raises(ConfigError, match=f"sglang: it does not implement {kind} models itself"):
         SglangEngine.launch(context("rollout.placement=disaggregated", model=f"tiny:{kind}"), ["cpu"])
     with (
-        pytest.raises(ConfigError, match=f"sglang: it has no implementation of {kind} models of its own"),
+        pytest.raises(ConfigError, match=f"sglang: it does not implement {kind} models itself"),
         connected([{"env_vars": NO_FEATURES}], model=f"tiny:{kind}"),
     ):
         pass

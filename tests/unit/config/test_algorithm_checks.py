@@ -65,7 +65,7 @@ CLASHES = [
         )
         for name in ("dro", "kl_cov", "clip_cov")
     ),
-    (["algorithm.kl_target=6"], "algorithm.kl_target = 6.0", ["algorithm.kl_in_reward = 0 is no penalty to steer"]),
+    (["algorithm.kl_target=6"], "algorithm.kl_target = 6.0", ["algorithm.kl_in_reward = 0 turns the penalty off"]),
     (
         ["algorithm.kl_in_reward=0.1", "algorithm.kl_horizon=100"],
         "algorithm.kl_horizon = 100",

@@ -20,7 +20,7 @@ _OWN_COUNTS = {"num_running", "num_waiting", "num_restarts"}
 """The status has these beside the metrics."""
 _PAUSE = "last_update_pause_s"
 _MAX_REFUSALS = 3
-"""After so many failed weight updates in a row, a server gets no more until its process is replaced."""
+"""After this many failed weight updates in a row, a server gets no more until its process is replaced."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Member:
         )
 
     def start(self, action: Callable[[], T], what: str) -> Future[T]:
-        """Run a call that may block in a thread of its own, so that a server that hangs holds up no other."""
+        """Run a call that may block in a separate thread, so that a server that hangs holds up no other."""
         done: Future[T] = Future()
         done.set_running_or_notify_cancel()
 
@@ -152,7 +152,7 @@ class Member:
             self.stale = "it has come back"
 
     def mark_lost(self, reason: str) -> None:
-        """A request has found out that the server is gone. Only a report that is asked for later can refute it."""
+        """A request has found out that the server is gone. Only a later report can show that it is back."""
         self.lost, self._lost_at = reason or "lost", time.monotonic()
 
     def look(self, limit_s: float) -> None:

@@ -24,8 +24,8 @@ MAX_SESSIONS = 65_536
 """How many sessions are remembered."""
 OVERLOAD_LEAD = 32
 OVERLOAD_RATIO = 1.5
-"""A session leaves its server if that one has so many more requests than the one with the fewest, and also so many
-times as many. Computing the prefix again then costs less than the wait."""
+"""A session leaves its server if that one has at least this many requests more than the server with the fewest, and
+also at least this many times as many. Computing the prefix again then costs less than the wait."""
 
 
 @dataclass(slots=True)

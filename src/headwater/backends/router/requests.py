@@ -19,7 +19,7 @@ from headwater.core.waits import named_wait
 T = TypeVar("T")
 
 _MAX_STUCK = 4
-"""A request that loses so many servers in a row before its next token may be the cause."""
+"""A request that loses this many servers in a row before its next token may be the cause."""
 _AGAIN_S = 0.2
 """Time to wait after a server that is alive refused a request or ended it early."""
 

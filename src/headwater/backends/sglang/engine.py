@@ -31,7 +31,7 @@ _SHARED_FRACTION = 0.4
 """Share of a GPU's memory for a server on the device of the learner."""
 
 _VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
-"""The supported vision models of which SGLang has an implementation of its own, as of 0.5.23. Others would be computed
+"""The supported vision models that SGLang implements itself, as of 0.5.23. Others would be computed
 with the layers of transformers, which was not tested with images and new weights."""
 
 
@@ -74,7 +74,7 @@ class SglangEngine(RemoteEngine):
         if model.processor is not None and kind not in _VISION_TYPES:
             raise ConfigError(
                 [
-                    f"rollout.backend = sglang: it has no implementation of {kind} models of its own (as of 0.5.23), "
+                    f"rollout.backend = sglang: it does not implement {kind} models itself (as of 0.5.23), "
                     f"so model.path = {context.model_path} needs rollout.backend=embedded; or use a model of type "
                     f"{' or '.join(_VISION_TYPES)}"
                 ]
@@ -94,7 +94,7 @@ class SglangEngine(RemoteEngine):
     def from_context(cls, context: BackendContext) -> SglangEngine:
         raise ConfigError(
             [
-                "rollout.backend = sglang: SGLang runs in a process of its own; use rollout.placement=disaggregated to "
+                "rollout.backend = sglang: SGLang runs in a separate process; use rollout.placement=disaggregated to "
                 "start one (rollout.launch.python names the Python that has it), or name running ones in "
                 "rollout.servers"
             ]

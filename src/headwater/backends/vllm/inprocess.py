@@ -78,7 +78,7 @@ class InProcessLink:
             raise ConfigError(
                 [
                     f"rollout.backend = vllm: vLLM cannot be imported here ({error}); install it beside Headwater "
-                    "(pip install vllm), or start it in an environment of its own with "
+                    "(pip install vllm), or start it in a separate environment with "
                     "rollout.placement=disaggregated and rollout.launch.python"
                 ]
             ) from error

@@ -27,7 +27,7 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 
 class IdeficsFamily:
-    """Every part of a picture has equally many tokens, in a block of its own. Frames of a video are not cut up."""
+    """Every part of a picture has equally many tokens, in a separate block. Frames of a video are not cut up."""
 
     uses_token_types = False
 

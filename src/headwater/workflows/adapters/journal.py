@@ -93,7 +93,7 @@ class Journal:
         """By the number of input tokens."""
 
     def room(self, num_input: int) -> int:
-        """The longest response to a request of so many tokens."""
+        """The longest response to a request with this many tokens."""
         context = self.episode.context
         longest_prompt = max(context.max_prompt_tokens, len(self.episode.prompt.tokens))
         left = longest_prompt + context.sampling.max_new_tokens - num_input
