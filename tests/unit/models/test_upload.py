@@ -25,7 +25,8 @@ def test_every_tensor_has_its_own_aligned_part():
     for part, tensor in zip(parts, TENSORS, strict=True):
         assert (part.dtype, part.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(part, tensor), "written before its neighbours, and still there"
-        assert (part.data_ptr() - memory.data_ptr()) % 256 == 0
+        if part.numel():  # an empty tensor has no address
+            assert (part.data_ptr() - memory.data_ptr()) % 256 == 0
 
 
 def test_on_a_cpu_nothing_is_copied():
