@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if "://" in args.target:
         from headwater.trainer.mirror import local_run
 
-        args.target = str(local_run(args.target, key="RUN|MODEL"))
+        args.target = str(local_run(args.target, key="RUN|MODEL", step=args.step))
     subject = _of_run(args) if (Path(args.target).expanduser() / "config.yaml").is_file() else _of_model(args)
     config = subject.config
 

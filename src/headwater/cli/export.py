@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from headwater.trainer.checkpoint import check_whole, find_checkpoint, step_of
     from headwater.trainer.mirror import local_run
 
-    directory = RunDirectory.open(local_run(args.run, key="RUN"))
+    directory = RunDirectory.open(local_run(args.run, key="RUN", step=args.step))
     config = load_config(directory.config_file, was_accepted=True).config
     checkpoint = find_checkpoint(directory, config.trainer, args.step)
     check_whole(directory, checkpoint, part="train" if args.adapter else "model")

@@ -17,6 +17,7 @@ _ALWAYS = "it is always done"
 _RANKS = "cluster.learner.num_ranks, with cluster=ray; or the number of processes of torchrun"
 _SHARDING = "weights are always sharded over all ranks, layer by layer"
 _NO_CODE = "only models of transformers itself are loaded, never code from a model's folder"
+_TRL_BATCH = "trainer.num_prompts_per_step, in prompts of all devices together: TRL's completions by num_generations"
 _KINDS = "k1 (verl: kl), abs, k2 (mse), k3 (low_var_kl)"
 
 VERL: Mapping[str, str] = {
@@ -265,7 +266,8 @@ VERL: Mapping[str, str] = {
     "trainer.nnodes": _RANKS,
     "trainer.n_gpus_per_node": _RANKS,
     "trainer.save_freq": "trainer.checkpoint_every_steps",
-    "trainer.esi_redundant_time": "trainer.checkpoint_every_minutes",
+    "trainer.esi_redundant_time": "a run does not know when its machine ends; trainer.checkpoint_every_minutes saves "
+    "by time",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
     "trainer.max_critic_ckpt_to_keep": "trainer.keep_checkpoints",
     "trainer.resume_mode": "run.if_exists=resume, or headwater train --resume RUN",
@@ -431,12 +433,12 @@ AREAL: Mapping[str, str] = {
     "critic.optimizer.gradient_clipping": "critic.max_grad_norm",
     "saver.freq_steps": "trainer.checkpoint_every_steps",
     "saver.freq_epochs": "trainer.checkpoint_every_epochs",
-    "saver.freq_secs": "trainer.checkpoint_every_minutes",
+    "saver.freq_secs": "trainer.checkpoint_every_minutes, in minutes",
     "saver.*": "run.root",
     "recover.mode": "run.if_exists=resume, or headwater train --resume RUN",
     "recover.freq_steps": "trainer.checkpoint_every_steps",
     "recover.freq_epochs": "trainer.checkpoint_every_epochs",
-    "recover.freq_secs": "trainer.checkpoint_every_minutes",
+    "recover.freq_secs": "trainer.checkpoint_every_minutes, in minutes",
     "recover.retries": "cluster.max_restarts, with cluster=ray",
     "recover.*": "run.root",
     "evaluator.freq_steps": "eval.every_steps",
@@ -460,7 +462,7 @@ TRL: Mapping[str, str] = {
     "epsilon_high": "algorithm.policy_loss_args.clip_high",
     "eval_dataset": "data.eval",
     "eval_steps": "eval.every_steps",
-    "generation_batch_size": "trainer.num_prompts_per_step",
+    "generation_batch_size": _TRL_BATCH,
     "gradient_checkpointing": "learner.checkpoint_activations",
     "loss_type": "algorithm.aggregation",
     "lr_scheduler_type": "learner.schedule",
@@ -471,7 +473,7 @@ TRL: Mapping[str, str] = {
     "num_train_epochs": "trainer.total_epochs",
     "output_dir": "run.root",
     "peft_config": "lora.rank",
-    "per_device_train_batch_size": "trainer.num_prompts_per_step",
+    "per_device_train_batch_size": _TRL_BATCH,
     "report_to": "trainer.trackers",
     "reward_funcs": "reward.function",
     "reward_weights": "reward.functions",
@@ -515,7 +517,9 @@ def foreign_key(key: str) -> ForeignKey | None:
         for project, names, candidate in places:
             if text := find(candidate, names):
                 return ForeignKey(project, text)
-    text = TRL.get(key.rpartition(".")[2])
+    section, _, name = key.rpartition(".")
+    # A name in one of our sections with settings of that kind is no name of TRL.
+    text = None if section == "critic" else TRL.get(name)
     return ForeignKey("TRL", text) if text else None
 
 

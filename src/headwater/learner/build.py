@@ -99,11 +99,11 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
 
 
 def _repeatable(config: Config) -> Config:
-    """With ``run.deterministic``, without joined projections: whether there is room for them when the model is loaded
-    would decide how gradients are rounded."""
+    """With ``run.deterministic``, without joined projections and CUDA graphs: whether there is room for them when the
+    model is loaded would decide how gradients are rounded."""
     if not config.run.deterministic:
         return config
-    return replace(config, learner=replace(config.learner, join_projections=False))
+    return replace(config, learner=replace(config.learner, join_projections=False, cuda_graphs="off"))
 
 
 def uses_reference(config: Config) -> bool:

@@ -183,7 +183,7 @@ class GroupRunner:
         async def run(place: int, workflow: EpisodeRunner, data: EpisodeInput) -> None:
             try:
                 gathering.take(place, await self._episode(workflow, flight, engine_of(data.sample), data))
-            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  it is raised where the group waits
+            except BaseException as error:  # noqa: BLE001  it is raised where the group waits
                 gathering.fail(error)
 
         create_task = asyncio.get_running_loop().create_task
@@ -200,14 +200,17 @@ class GroupRunner:
             made = await workflow.workflow.run(Episode(workflow.context, engine, data))
             result: object = self._checked(made, flight, data)
             state.rest("done")
-        except (SystemExit, KeyboardInterrupt) as error:
-            # Otherwise these would silently end the thread that runs all episodes.
-            raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}") from error
         except Exception as error:
             if not self._allow_partial_groups or isinstance(error, RunError):
                 raise
             result = _Lost(self._named(data.prompt, error))
             state.rest("failed")
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            # SystemExit and KeyboardInterrupt would silently end the thread that runs all episodes. Extensions in Rust
+            # raise such errors too.
+            raise RolloutFailed(f"{self._where(data.prompt)} raised {type(error).__name__}: {error}") from error
         finally:
             if flight.start is not None:
                 flight.start.announce(flight, data.sample)

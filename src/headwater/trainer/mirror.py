@@ -221,13 +221,17 @@ class Mirror:
             raise CopyFailed(text) from error
 
 
-def local_run(place: str, root: Path = Path("runs"), *, key: str = "--resume") -> Path:
-    """The run directory that ``key`` names. Of a URL, a copy is downloaded to ``root``."""
+def local_run(place: str, root: Path = Path("runs"), *, key: str = "--resume", step: str = "") -> Path:
+    """The run directory that ``key`` names. Of a URL, a copy is downloaded to ``root``.
+
+    ``step`` is as in ``find_checkpoint``: the checkpoint of that step is downloaded, all of them to find the best one,
+    or the newest.
+    """
     if not is_url(place):
         return Path(place).expanduser()
     run = RunDirectory(root / place.rstrip("/").rpartition("/")[2])
     mirror = Mirror(place, run, key=key)
-    if not _fetch_whole(mirror, run):
+    if not _fetch_whole(mirror, run, step):
         raise RunError(f"{key} = {place}: no copy of a run (config.yaml is missing); check the address")
     return run.path
 
@@ -239,12 +243,14 @@ def fetch_lost(run: RunDirectory, checkpoint_dir: str) -> bool:
     return _fetch_whole(Mirror.of(checkpoint_dir, run), run)
 
 
-def _fetch_whole(mirror: Mirror, run: RunDirectory) -> bool:
+def _fetch_whole(mirror: Mirror, run: RunDirectory, step: str = "") -> bool:
     if not mirror.exists():
         return False
+    wanted: Sequence[int | None] = mirror.steps() if step == "best" else [int(step)] if step.isdecimal() else []
     run.path.mkdir(parents=True, exist_ok=True)
     with RunLock(run.lock_file):
-        mirror.fetch()
+        for each in wanted or [None]:
+            mirror.fetch(each)
     return True
 
 

@@ -194,6 +194,13 @@ def test_after_a_resume_tensorboard_shows_only_the_new_steps(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = [(each.step, each.value) for each in events.Scalars("reward/mean")]
     assert shown == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]
+    made = Trackers.of(["tensorboard"], {})  # resumed after the last step, whose evaluation was missing
+    made.start({"run": {"name": "small"}}, "small", project="sums", folder=tmp_path)
+    made.log(5, {"eval/reward/mean": 1.0})
+    assert made.finish(60.0) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [each.step for each in events.Scalars("reward/mean")] == [1, 2, 3, 4, 5]
+    assert [each.step for each in events.Scalars("eval/reward/mean")] == [5]
 
 
 def test_wandb_works_offline_and_continues_a_run(tmp_path, monkeypatch):

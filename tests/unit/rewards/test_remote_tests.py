@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tools.services import run_scripts
 
+from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import RewardFailed
+from headwater.rewards.programs.cases import OutputCases
+from headwater.rewards.programs.judge import Judge, Rules
 from headwater.rewards.scorers.code import code, end_judge
 from headwater.rewards.verl_scores import default_compute_score
+from headwater.sandbox import Outcome
 
 DOUBLE = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
 ORDER = {"inputs": [[[3, 1, 2]], [[1]]], "outputs": [[1, 2, 3], [1]], "fn_name": "order"}
@@ -86,6 +92,27 @@ def test_a_service_that_does_not_work_is_a_failure_of_the_reward(run, service):
         run("print(4)", DOUBLE)
     with pytest.raises(RewardFailed, match=r"sandbox_fusion_url: url = 'here': must begin with http"):
         code("apps", "print(4)", DOUBLE, {}, sandbox_fusion_url="here")
+
+
+def test_the_queue_of_a_service_takes_no_time_from_the_program():
+    class Queue:
+        """A service that is asked by many: an answer takes long, and the program itself ``seconds``."""
+
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def run(self, code, stdin="", *, limits=None) -> Outcome:
+            time.sleep(0.05)
+            return Outcome("ok", stdin, "", 0, self.seconds)
+
+        run_tests = run
+
+        def close(self) -> None: ...
+
+    cases = OutputCases(("1", "2", "3"), ("1", "2", "3"))
+    for seconds, end, num_passed in ((0.001, "passed", 3), (0.015, "timed_out", 2)):
+        report = Judge(SandboxConfig(), Queue(seconds)).judge("", cases, Rules(time_limit_s=0.02))
+        assert (report.end, report.num_passed) == (end, num_passed)
 
 
 def test_verls_function_passes_the_service_on(service):

@@ -89,6 +89,15 @@ def test_a_copy_belongs_to_one_run(tmp_path):
     assert not (place / "missing").exists()
 
 
+def test_the_checkpoint_that_is_asked_for_is_downloaded(tmp_path):
+    place = tmp_path / "copies"
+    run = new_run(tmp_path / "a", 1, 2, 3)
+    Mirror.of(str(place), run).update(kept(run))
+    for number, (step, found) in enumerate({"": [3], "2": [2], "best": [1, 2, 3], "7": []}.items()):
+        fetched = local_run(f"file://{place}/run", tmp_path / str(number), step=step)
+        assert RunDirectory(fetched).checkpoint_steps() == found
+
+
 def test_a_run_resumed_from_its_copy_keeps_what_it_did_not_download(tmp_path):
     place = tmp_path / "copies"
     run = new_run(tmp_path / "a", 1, 2, 3, 4)

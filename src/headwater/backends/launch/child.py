@@ -187,13 +187,13 @@ class ChildServer:
     def _take(self, text: str) -> None:
         if self._echo is not None and text:
             self._echo(text)
-        output = self._output + text
-        if not self._first_error and (error := _ERROR.search(output)):
+        if not self._first_error and (error := _ERROR.search(text)):
             self._first_error = error[0].strip()
-        self._output = output[-_TAIL_CHARACTERS:]
+        self._output = (self._output + text)[-_TAIL_CHARACTERS:]
         found = self._command.ready.search(self._output)
         if found and not self.url:
             self.url = found[1]
+            self._first_error = ""  # it serves in spite of it
             self._ready.set()
 
 

@@ -182,8 +182,11 @@ class SglangLink(HttpCalls):
             return
         try:
             await self._succeeds("/begin_weight_update", {})
-        except RequestError:  # an update that broke has left it open
-            await self._succeeds("/end_weight_update", {})
+        except RequestError as refusal:
+            try:
+                await self._succeeds("/end_weight_update", {})  # of an update that broke and has left it open
+            except RequestError:
+                raise refusal from None  # none was open, so there is another reason
             await self._succeeds("/begin_weight_update", {})
 
     async def end_update(self) -> None:

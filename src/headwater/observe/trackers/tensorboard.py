@@ -26,7 +26,8 @@ class TensorBoard:
         self._config = "\n".join(f"    {line}" for line in yaml12.dump(config).splitlines())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        writer = self._writer(step)
+        # The metrics of training of that step are an earlier process's, if this one begins with an evaluation.
+        writer = self._writer(step, keeps_step=all(name.startswith("eval/") for name in metrics))
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         writer.flush()
@@ -36,7 +37,7 @@ class TensorBoard:
             columns = list(rows[0])
             lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]
             text = "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-            writer = self._writer(step)
+            writer = self._writer(step, keeps_step=True)
             writer.add_text(name, text, step)
             writer.flush()
 
@@ -44,15 +45,16 @@ class TensorBoard:
         if self._opened is not None:
             self._opened.close()
 
-    def _writer(self, step: int) -> Any:
+    def _writer(self, step: int, *, keeps_step: bool) -> Any:
         """The writer, opened at the first step that this process tells of.
 
-        After a resume, TensorBoard shows from this step on only what this process writes.
+        After a resume, TensorBoard shows from this step on only what this process writes; with ``keeps_step``, from the
+        next one.
         """
         if self._opened is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._opened = SummaryWriter(self._place, purge_step=step)
+            self._opened = SummaryWriter(self._place, purge_step=step + keeps_step)
             self._opened.add_text("config", self._config, step)
         return self._opened
 

@@ -65,21 +65,42 @@ class JudgingPlace(Protocol):
     def close(self) -> None: ...
 
 
+class _Time:
+    """What is left of the time for all tests of a program.
+
+    On this machine the clock counts. In a service, requests wait for others, so only what it says about programs does.
+    """
+
+    def __init__(self, limit_s: float, *, by_clock: bool) -> None:
+        self._by_clock = by_clock
+        self._left_s = limit_s
+        self._began = time.monotonic()
+
+    @property
+    def left_s(self) -> float:
+        return self._left_s - (time.monotonic() - self._began) if self._by_clock else self._left_s
+
+    def take(self, outcome: Outcome) -> None:
+        if not self._by_clock:
+            self._left_s -= outcome.seconds
+
+
 class Judge:
     """Runs programs in one sandbox."""
 
     def __init__(self, config: SandboxConfig, service: JudgingPlace | None = None) -> None:
         """``service`` is used instead of the sandbox of this machine. Its Python may have another version."""
         self._config = config
+        self._is_here = service is None
         self._sandbox: JudgingPlace = service or Sandbox(config)
         self._functions = _compiled_functions() if service is None else _source_functions()
 
     def judge(self, code: str, cases: Cases, rules: Rules) -> Report:
         """Run the tests. A sandbox that does not work is ``RewardFailed``; whatever the program does is a report."""
-        deadline = time.monotonic() + rules.time_limit_s
+        left = _Time(rules.time_limit_s, by_clock=self._is_here)
         ends: list[tuple[End, str]] = []
         try:
-            for end in self._ends(code, cases, rules, deadline):
+            for end in self._ends(code, cases, rules, left):
                 ends.append(end)
                 if rules.stops_early and end[0] != "passed":
                     break
@@ -94,26 +115,29 @@ class Judge:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _ends(self, code: str, cases: Cases, rules: Rules, deadline: float) -> Iterator[tuple[End, str]]:
+    def _ends(self, code: str, cases: Cases, rules: Rules, left: _Time) -> Iterator[tuple[End, str]]:
         """How each test ends. Without ``stops_early``, every test is a separate run, so that one cannot end others."""
         if isinstance(cases, OutputCases):
             for given, expected in zip(cases.inputs, cases.outputs, strict=True):
-                limits = _limits(rules.test_timeout_s, deadline, len(expected))
-                yield _late() if limits is None else self._prints(code, given, expected, limits)
+                limits = _limits(rules.test_timeout_s, left, len(expected))
+                yield _late() if limits is None else self._prints(code, given, expected, limits, left)
             return
         for part in [cases] if rules.stops_early else _split(cases):
-            limits = _limits(rules.test_timeout_s * len(part), deadline, _RESULT_KIB << 10)
+            limits = _limits(rules.test_timeout_s * len(part), left, _RESULT_KIB << 10)
             if limits is not None:
                 limits = replace(limits, cpu_s=self._config.cpu_s * len(part))
-            yield from [_late()] if limits is None else self._calls(code, part, rules, limits)
+            yield from [_late()] if limits is None else self._calls(code, part, rules, limits, left)
 
-    def _prints(self, code: str, given: str, expected: str, limits: Limits) -> tuple[End, str]:
+    def _prints(self, code: str, given: str, expected: str, limits: Limits, left: _Time) -> tuple[End, str]:
         outcome = self._sandbox.run(code, stdin=given, limits=limits)
+        left.take(outcome)
         if not outcome.is_ok:
             return _bad_end(outcome)
         return ("passed", "") if same_output(outcome.stdout, expected) else ("wrong", "the output differs")
 
-    def _calls(self, code: str, cases: CallCases | CheckCases, rules: Rules, limits: Limits) -> list[tuple[End, str]]:
+    def _calls(
+        self, code: str, cases: CallCases | CheckCases, rules: Rules, limits: Limits, left: _Time
+    ) -> list[tuple[End, str]]:
         job: dict[str, Any] = {"entry": cases.entry, "prompt": "", "stops_early": rules.stops_early}
         if isinstance(cases, CallCases):
             job |= {"calls": cases.arguments}
@@ -122,6 +146,7 @@ class Judge:
         secret = secrets.token_hex(16)
         program = f"{self._functions}_inside()['load_program']({job['prompt']!r}, {code!r}, {cases.entry!r})\n"
         outcome = self._sandbox.run_tests(program, self._functions + _tests(job, secret), limits=limits)
+        left.take(outcome)
         results = _results(outcome, secret)
         if results is None:
             return [_bad_end(outcome) if not outcome.is_ok else ("error", "the tests did not come to their end")]
@@ -188,9 +213,9 @@ def _end_of(result: dict[str, Any], cases: CallCases | CheckCases, place: int, o
     return "passed", ""
 
 
-def _limits(timeout_s: float, deadline: float, output_bytes: int) -> Limits | None:
+def _limits(timeout_s: float, left: _Time, output_bytes: int) -> Limits | None:
     """The limits of the next run; None if no time is left."""
-    left_s = deadline - time.monotonic()
+    left_s = left.left_s
     if left_s <= 0:
         return None
     return Limits(timeout_s=min(timeout_s, left_s), max_output_kib=256 + 2 * (output_bytes >> 10))

@@ -165,6 +165,7 @@ async def destroy_weights_update_group(request: web.Request) -> web.Response:
     if (link := request.app[GROUPS].pop(name, None)) is None:
         return reply({"success": False, "message": f"there is no group {name}"}, status=400)
     link.close()
+    request.app[OPEN].clear()  # the tensors of an update that broke
     return reply({"success": True, "message": "Succeeded to destroy custom process group."})
 
 
