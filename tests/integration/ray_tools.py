@@ -20,8 +20,9 @@ from headwater.cluster import keep_ray_local
 from headwater.core.errors import DataError
 from headwater.tools.base import BaseTool, ToolUnavailable
 
-TIMEOUT_S = 20
-"""Of a call: much longer than a busy machine takes to start the sandbox of the tool ``python``."""
+TIMEOUT_S = 60
+"""Of a call: much longer than a busy machine takes to start the sandbox of the tool ``python``, or to notice the end of
+an actor. One call of the test takes this long."""
 
 
 class Counter(BaseTool):

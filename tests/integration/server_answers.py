@@ -15,6 +15,9 @@ from headwater.models.load import load_model
 MODEL = "tiny:qwen3"
 TOLERANCE = 1e-4
 """Between float32 log-probs of a server and of transformers."""
+DIFFERENT = 10 * TOLERANCE
+"""Log-probs of two versions differ by more: most by about 1, but the part of a version may be a single token, whose
+log-probs can be close by chance."""
 LIMIT_S = 900.0
 
 
@@ -86,7 +89,7 @@ def assert_continued(
         for boundary in (num_old - 1, num_old, num_old + 1)
     }
     assert errors.pop(num_old) < TOLERANCE
-    assert min(errors.values()) > 100 * TOLERANCE
+    assert min(errors.values()) > DIFFERENT
 
 
 def assert_sampled_by(models: dict[int, torch.nn.Module], response: ModelResponse, sampling: SamplingParams) -> None:
@@ -100,4 +103,4 @@ def assert_sampled_by(models: dict[int, torch.nn.Module], response: ModelRespons
         if (versions == version).any():
             assert float(error[versions == version].max()) < TOLERANCE
         if (versions != version).any():
-            assert float(error[versions != version].max()) > 100 * TOLERANCE
+            assert float(error[versions != version].max()) > DIFFERENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,9 +38,10 @@ def test_a_run_whose_terminal_is_closed_keeps_what_it_has_learned(tmp_path):
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(theirs)
+    os.set_blocking(ours, False)
     run = tmp_path / "closed"
     try:
-        wait_for_step(run, 2, process)
+        wait_for_step(run, 2, process, terminal=ours)
         [child] = children(process.pid)
         os.close(ours)  # from here on the terminal cannot be written either
         process.send_signal(signal.SIGHUP)  # as the shell does besides
@@ -54,9 +56,14 @@ def test_a_run_whose_terminal_is_closed_keeps_what_it_has_learned(tmp_path):
     assert is_gone(child)
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(run: Path, step: int, process: subprocess.Popen, terminal: int | None = None) -> None:
+    """Meanwhile its terminal is read: a progress bar fills it within seconds, and then the run may wait."""
     deadline = time.monotonic() + PROCESS_LIMIT_S
     while time.monotonic() < deadline:
+        if terminal is not None:
+            with contextlib.suppress(OSError):  # nothing more to read at the moment
+                while os.read(terminal, 65536):
+                    pass
         if (run / "metrics.jsonl").exists() and any(each["step"] >= step for each in metrics(run, "train")):
             return
         assert process.poll() is None, process.communicate()

@@ -59,7 +59,9 @@ def test_no_rank_ever_holds_a_whole_model(tmp_path):
     most = {
         # Gradients; the layer in use, the next one, and the gradients of two that are being summed.
         "update_again": shard + 4 * layer + SLACK,
-        "publish": 2 * bucket + SLACK,
+        # The bucket before, the present one, and a tensor of the next one that is gathered. On a busy machine, a thread
+        # of gloo may hold another tensor for a moment.
+        "publish": 3 * bucket + SLACK,
         "broadcast": 2 * bucket + SLACK,  # two buffers with this rank's parts, and one tensor that is not split
         # The memory of the first copy is used again. The first rank puts the model together: pages of the files that
         # it reads, the last tensor of them, and its whole.

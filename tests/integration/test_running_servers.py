@@ -275,7 +275,7 @@ def test_an_address_without_a_usable_server_is_named(tmp_path):
                     client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n<htm>")
 
         threading.Thread(target=answer, daemon=True).start()
-        told = headwater(*run, f"rollout.servers=[http://127.0.0.1:{port}]", "rollout.server_timeout_s=2")
+        told = headwater(*run, f"rollout.servers=[http://127.0.0.1:{port}]", "rollout.server_timeout_s=5")
         garbage.shutdown(socket.SHUT_RDWR)
     assert told.code != 0
     assert "is not a `headwater serve` of this version (status 200: '<htm>')" in told.stderr, told.stderr

@@ -139,7 +139,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture(scope="module", params=["bubblewrap", "namespaces"])
 def isolated(request: pytest.FixtureRequest, host: Host) -> Iterator[Isolated]:
-    sandbox = Sandbox(SandboxConfig(isolation=request.param, max_concurrent=2))
+    sandbox = Sandbox(SandboxConfig(isolation=request.param, max_concurrent=2, timeout_s=LIMITS.timeout_s))
     try:
         kind = sandbox.start()
     except SandboxUnavailable as error:

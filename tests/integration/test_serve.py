@@ -127,10 +127,8 @@ def start(*arguments: str, key: str = "", stdin: int | None = None) -> Server:
     return server
 
 
-def open_weight_update(server: Server) -> None:
+def open_weight_update(server: Server, shapes: dict[str, list[int]]) -> None:
     """Begin an update whose sender then disappears. The engine waits for weights and generates nothing."""
-    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=0)
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     slots = SlotSender(shapes, torch.float32)
     memory = {"shared_memory": slots.name, "slot_bytes": slots.slot_bytes, "dtype": "float32"}
     try:
@@ -143,10 +141,13 @@ def open_weight_update(server: Server) -> None:
 def server() -> Iterator[Server]:
     started = start(f"engine.max_queue={MAX_QUEUE}", "engine.kv_cache_gib=0.05", "--max-body-mib", "0.25", key=KEY)
     yield started
+    # Before the request: on a busy machine, it could end while the model is loaded.
+    model = load_model("tiny:qwen3", dtype="float32", device="cpu", seed=0)
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(started.generate, text="abc", sampling_params=LONG)
         started.wait_for(lambda m: m["num_running"] == 1, "not started")
-        open_weight_update(started)
+        open_weight_update(started, shapes)
         assert started.stop() == 0, "".join(started.lines)
         assert reply.result(timeout=300)["meta_info"]["finish_reason"]["type"] == "abort"
     assert "Traceback" not in "".join(started.lines)

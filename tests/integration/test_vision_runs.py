@@ -6,10 +6,11 @@ import contextlib
 import json
 import re
 import signal
+import time
 
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, ROOT, after_step, headwater, send, train_here
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, after_step, headwater, send, train_here
 from picture_tools import TOOLS, VISION, picture
 from test_kill import KINDS, killed_and_resumed
 
@@ -139,7 +140,16 @@ def test_pictures_ahead_of_training_are_in_the_checkpoint(tmp_path):
     """They are enough to resume, without the store of the run."""
     run = RunDirectory(tmp_path / "ahead")
     settings = [*KINDS["pictures"], f"run.root={tmp_path}", "run.name=ahead"]
-    with contextlib.chdir(ROOT), after_step(2, lambda: send(signal.SIGINT)):
+
+    def interrupt() -> None:
+        """When a group of the last step is complete. On a busy machine, all of them may still be in flight."""
+        deadline = time.monotonic() + PROCESS_LIMIT_S
+        while (status := json.loads(run.status_file.read_text())).get("step") != 2 or not status["ledger"]["buffered"]:
+            assert time.monotonic() < deadline, "no group is complete"
+            time.sleep(0.05)
+        send(signal.SIGINT)
+
+    with contextlib.chdir(ROOT), after_step(2, interrupt):
         main(["train", *settings])
     (last,) = (run.checkpoint(step) for step in run.checkpoint_steps()[-1:])
     stored = {path.name for path in (last / "media").iterdir()}
