@@ -131,7 +131,7 @@ def test_many_short_calls_share_one_light_worker(functions):
     assert {score.value for score in scores} == {1.0}
     assert len({score.info["pid"] for score in scores}) == 1 != os.getpid()
     assert {score.info["torch"] for score in scores} == {False}
-    assert scores[0].info["nice"] > os.nice(0)
+    assert scores[0].info["nice"] > min(os.nice(0), 18)  # 19 is the most, also if the tests themselves have it
 
 
 def test_more_workers_start_only_if_there_is_work_for_them(functions, tmp_path):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ports import free_port
 from tools.boxes import call, row, toolbox
 
 from headwater.core.errors import HeadwaterError
@@ -110,9 +111,7 @@ def test_a_server_for_each_episode(tmp_path):
 
 @pytest.fixture
 def http_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
