@@ -86,6 +86,12 @@ def functions(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """How a worker has ended is told only if the system ends it soon, which a busy machine may not do."""
+    monkeypatch.setattr("headwater.rewards.worker_process._END_LIMIT_S", 60.0)
+
+
 def manager_of(functions: Path, name: str = "act", **settings) -> closing[NaiveRewardManager]:
     config = RewardConfig(function=f"{functions}:{name}", **{"workers": 1, "timeout_s": 60.0, **settings})
     return closing(NaiveRewardManager(config, Spans()))
