@@ -11,6 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 from headwater.core.errors import ModelError
+from headwater.models import source
 from headwater.models.source import check_model, find_hub_model
 
 
@@ -35,6 +36,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+    monkeypatch.setattr(source, "CONNECT_LIMIT_S", 120.0)  # the machine may be busy
     Hub.asked.clear()
     yield address
     server.shutdown()

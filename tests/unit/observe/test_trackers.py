@@ -26,7 +26,7 @@ ROWS = [
 METRICS = [{"reward/mean": 0.25, "tools/calls": 1, "tools/calls/x": 2.5}, {"reward/mean": 0.5, "odd": float("nan")}]
 
 
-def run_all(made: Trackers, folder, *, limit_s: float = 60.0) -> list[str]:
+def run_all(made: Trackers, folder, *, limit_s: float = 300.0) -> list[str]:
     made.start({"run": {"name": "small", "stop": ("a", "b")}}, "small", project="sums", folder=folder)
     for step, metrics in enumerate(METRICS, start=1):
         made.log(step, metrics)
@@ -190,7 +190,7 @@ def test_after_a_resume_tensorboard_shows_only_the_new_steps(tmp_path):
         made.start({"run": {"name": "small"}}, "small", project="sums", folder=tmp_path)
         for step in steps:
             made.log(step, {"reward/mean": value})
-        assert made.finish(60.0) == []
+        assert made.finish(300.0) == []
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     shown = [(each.step, each.value) for each in events.Scalars("reward/mean")]
     assert shown == [(1, 0.25), (2, 0.25), (3, 0.5), (4, 0.5), (5, 0.5)]

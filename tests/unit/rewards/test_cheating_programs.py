@@ -7,6 +7,8 @@ from sandbox_here import skip_without_sandbox
 
 from headwater.rewards.scorers.code import code, end_judge
 
+PATIENT = {"test_timeout_s": 120.0, "time_limit_s": 600.0}
+"""The machine may be busy."""
 MARK = "31415926535897"
 """A number that only the tests contain."""
 HUMANEVAL = {
@@ -195,8 +197,8 @@ def _no_process_is_left():
 def test_an_honest_program_scores():
     asked = "def f(x):\n    return {3: 31415926535897, 4: 1, 5: 79853562951413}[x]\n"
     for truth in (HUMANEVAL, ASSERTS, CALLS):
-        assert code("mbpp", asked, truth, {})["score"] == 1.0
-    assert code("apps", f"{asked}print(f(int(input())))", PRINTS, {})["score"] == 1.0
+        assert code("mbpp", asked, truth, {}, **PATIENT)["score"] == 1.0
+    assert code("apps", f"{asked}print(f(int(input())))", PRINTS, {}, **PATIENT)["score"] == 1.0
 
 
 def test_no_cheat_scores():
@@ -211,20 +213,20 @@ def test_no_cheat_scores():
 
 def test_what_tests_expect_cannot_be_found():
     for hidden in ("x = ['314159265' + str(35897)]", "x = ctypes.create_string_buffer(b'314159265' + b'35897')"):
-        result = code("mbpp", f"{HUNT}\n{hidden}", ASSERTS[:1], {})
+        result = code("mbpp", f"{HUNT}\n{hidden}", ASSERTS[:1], {}, **PATIENT)
         assert result["verdict"] == "passed", result  # the search finds what is there
     for truth in (HUMANEVAL, ASSERTS, CALLS):
-        result = code("mbpp", HUNT, truth, {})
+        result = code("mbpp", HUNT, truth, {}, **PATIENT)
         assert (result["score"], result["verdict"]) == (0.0, "wrong"), result
 
 
 def test_a_test_leaves_nothing_for_the_next_one():
     leaves = "import os\nprint(31415926535897 if not os.path.exists('x') else 79853562951413)\nopen('x', 'w')"
-    result = code("apps", leaves, PRINTS, {}, continuous=True)
+    result = code("apps", leaves, PRINTS, {}, continuous=True, **PATIENT)
     assert result["score"] == 0.5
 
 
 def test_the_next_program_is_judged_as_usual():
     for program in list(CHEATS.values())[:3]:
         code("mbpp", program, ASSERTS, {})
-        assert code("mbpp", "def f(x):\n    return x", ["assert f(2) == 2"], {})["score"] == 1.0
+        assert code("mbpp", "def f(x):\n    return x", ["assert f(2) == 2"], {}, **PATIENT)["score"] == 1.0

@@ -86,6 +86,12 @@ def functions(tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """How a worker has ended is told only if the system ends it soon, which a busy machine may not do."""
+    monkeypatch.setattr("headwater.rewards.worker_process._END_LIMIT_S", 60.0)
+
+
 def manager_of(functions: Path, name: str = "act", **settings) -> closing[NaiveRewardManager]:
     config = RewardConfig(function=f"{functions}:{name}", **{"workers": 1, "timeout_s": 60.0, **settings})
     return closing(NaiveRewardManager(config, Spans()))
@@ -131,7 +137,7 @@ def test_many_short_calls_share_one_light_worker(functions):
     assert {score.value for score in scores} == {1.0}
     assert len({score.info["pid"] for score in scores}) == 1 != os.getpid()
     assert {score.info["torch"] for score in scores} == {False}
-    assert scores[0].info["nice"] > os.nice(0)
+    assert scores[0].info["nice"] > min(os.nice(0), 18)  # 19 is the most, also if the tests themselves have it
 
 
 def test_more_workers_start_only_if_there_is_work_for_them(functions, tmp_path):

@@ -116,7 +116,8 @@ def test_the_queue_of_a_service_takes_no_time_from_the_program():
 
 
 def test_verls_function_passes_the_service_on(service):
-    made = default_compute_score("apps", "print(int(input()) * 2)", DOUBLE, sandbox_fusion_url=service.url)
+    given = {"sandbox_fusion_url": service.url, "test_timeout_s": 120.0, "time_limit_s": 600.0}
+    made = default_compute_score("apps", "print(int(input()) * 2)", DOUBLE, **given)
     assert made["score"] == 1.0
     assert service.requests[-1]["stdin"] == "5\n"
     assert default_compute_score("openai/gsm8k", "#### 4", "4", sandbox_fusion_url=service.url) == 1.0

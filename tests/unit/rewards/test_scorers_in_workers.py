@@ -26,7 +26,9 @@ def test_mathematics_and_programs_in_one_run():
     skip_without_sandbox()
     asserts = ["assert f(2) == 4"]
     sandbox = SandboxConfig(memory_mib=64, timeout_s=20.0)
-    with closing(NaiveRewardManager(RewardConfig(workers=1), Spans(), sandbox=sandbox)) as manager:
+    # Workers have a low priority, and these start processes: on a busy machine that may take a while.
+    config = RewardConfig(workers=1, timeout_s=600.0)
+    with closing(NaiveRewardManager(config, Spans(), sandbox=sandbox)) as manager:
 
         async def score_all():
             return await asyncio.gather(

@@ -172,7 +172,10 @@ def test_a_rejected_episode_is_no_failure(in_waves):
             assert counts(executor).dropped == 1, on_failure
 
 
-def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes(in_waves):
+def test_a_run_whose_rollouts_all_fail_stops_with_the_first_causes(in_waves, monkeypatch):
+    # Long after the limit has passed for all groups of a batch. A look between the first one's limit and the last one's
+    # would end them apart, and then each is replaced before the next one has failed.
+    monkeypatch.setattr(flight_module, "_WATCH_EVERY_S", 0.5)
     for fault in (raises, nonsense, rejects, never_returns):
         rows = Rows()
         with executor_of(Scripted(fault), on_failure="drop", episode_timeout_s=0.05, in_waves=in_waves) as executor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,11 +47,14 @@ def num_events(action: Callable[[], object]) -> int:
         nonlocal count
         count += 1
 
+    gc.collect()
+    gc.disable()  # a collection would call the finalizers of what other tests have left
     sys.setprofile(note)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ports import free_port
 from tools.boxes import call, row, toolbox
 
 from headwater.core.errors import HeadwaterError
@@ -110,9 +111,7 @@ def test_a_server_for_each_episode(tmp_path):
 
 @pytest.fixture
 def http_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
@@ -130,7 +129,7 @@ def http_server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
 def test_a_server_over_http(tmp_path, http_server):
     url, process = http_server
     servers = {"shop": {"url": url, "headers": {"X-Test": "1"}}}
-    box = make(tmp_path, {"servers": servers, "prefix": True, "max_restarts": 0})
+    box = make(tmp_path, {"servers": servers, "prefix": True, "max_restarts": 0, "start_timeout_s": 120})
     assert box.names == ["shop_add", "shop_count", "shop_fail", "shop_process_id", "shop_show"]
 
     async def run() -> None:
@@ -151,7 +150,7 @@ def test_a_server_over_http(tmp_path, http_server):
 def test_a_server_that_does_not_start_is_found_before_training(tmp_path):
     failing = [sys.executable, "-c", "import sys; sys.exit('the licence has expired')"]
     for config, expected in (
-        ({"command": failing[0], "args": failing[1:]}, "the licence has expired"),
+        ({"command": failing[0], "args": failing[1:], "start_timeout_s": 120}, "the licence has expired"),
         ({"command": "no-such-command"}, "No such file or directory: 'no-such-command'"),
         ({"url": "http://127.0.0.1:9/mcp"}, "cannot be reached"),
     ):

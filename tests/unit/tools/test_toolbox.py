@@ -254,30 +254,37 @@ def test_a_plain_function_neither_blocks_the_event_loop_nor_outlives_its_limit()
 @pytest.mark.usefixtures("_short_grace")
 def test_calls_that_never_end_hold_their_slots_and_no_more():
     """A thread that blocks in C code cannot be interrupted, so the number of such threads must have a limit."""
-    free = threading.Event()
 
-    def block() -> str:
-        """Wait."""
-        free.wait(60)
-        return "done"
+    def check(limit_s: float) -> None:
+        free = threading.Event()
 
-    box = toolbox(block, timeout_s=0.1, max_concurrent=3)
-    before = threading.active_count()
+        def block() -> str:
+            """Wait."""
+            free.wait(60)
+            return "done"
 
-    async def run():
-        async with box.open(row()) as session:
-            results = await asyncio.gather(*(session.call(call("block")) for _ in range(10)))
-            assert threading.active_count() <= before + 3
+        box = toolbox(block, timeout_s=limit_s, max_concurrent=3)
+        before = threading.active_count()
+
+        async def run():
+            async with box.open(row()) as session:
+                results = await asyncio.gather(*(session.call(call("block")) for _ in range(10)))
+                assert threading.active_count() <= before + 3
+                free.set()
+                while True:  # the blocked calls end, and the tool works again
+                    result = await session.call(call("block"))
+                    if result.failure is None:
+                        return results
+                    await asyncio.sleep(0.01)
+
+        try:
+            kinds = [each.failure for each in asyncio.run(run())]
+        finally:
             free.set()
-            while True:  # the blocked calls end, and the tool works again
-                result = await session.call(call("block"))
-                if result.failure is None:
-                    return results
-                await asyncio.sleep(0.01)
+        assert kinds.count("timed_out") == 3
+        assert kinds.count("unavailable") == 7
 
-    kinds = [each.failure for each in asyncio.run(run())]
-    assert kinds.count("timed_out") == 3
-    assert kinds.count("unavailable") == 7
+    long_enough(check, 0.1, 5.0)  # a thread that does not block yet when the limit passes can be interrupted
 
 
 def test_concurrent_calls_of_one_tool_are_limited_over_all_episodes():

@@ -6,7 +6,9 @@ import gc
 import gzip
 import json
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +91,9 @@ def test_memory_belongs_to_the_stage_that_used_it():
     metrics = memory.take()
     assert metrics["memory/publish/host_gib"] - metrics["memory/train/host_gib"] > 0.2, len(held)
     assert metrics["memory/host_peak_gib"] == metrics["memory/publish/host_gib"]
-    assert metrics["memory/machine_used_gib"] > metrics["memory/host_gib"]
+    # The files that this process has mapped are part of its memory, and may be available memory of the machine.
+    own_kib = int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    assert metrics["memory/machine_used_gib"] > own_kib / 2**20 > 0.2
     assert "memory/train/host_gib" not in memory.take()
 
 

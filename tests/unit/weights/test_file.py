@@ -249,7 +249,9 @@ def test_values_are_checked_by_who_writes_them_and_then_read_once(monkeypatch):
     transport.close()
 
 
-def test_a_file_is_kept_until_a_newer_one_was_accepted():
+def test_a_file_is_kept_until_a_newer_one_was_accepted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # files of other tests are not counted
+    monkeypatch.setattr(tempfile, "tempdir", None)
     channel, transport = FakeChannel(), FileTransport(torch.float32)
     for version in (1, 2):
         transport.send(WeightUpdate.of(version, [("w", torch.zeros(2))]), channel, "drain")

@@ -318,9 +318,9 @@ def test_an_agent_loop_calls_the_tools_of_the_run():
 
 
 class Answering(areal.RolloutWorkflow):
-    def __init__(self, reward_fn, gconfig, tokenizer, num_rows=1, shape="tensors"):
+    def __init__(self, reward_fn, gconfig, tokenizer, num_rows=1, shape="tensors", limit_s=60.0):
         self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
-        self.reward = areal.AsyncRewardWrapper(reward_fn, timeout_seconds=0.2, max_retries=1)
+        self.reward = areal.AsyncRewardWrapper(reward_fn, timeout_seconds=limit_s, max_retries=1)
         self.tokenizer, self.num_rows, self.shape = tokenizer, num_rows, shape
 
     async def arun_episode(self, engine, data):
@@ -383,7 +383,7 @@ def test_a_failed_reward_is_never_a_reward_of_zero():
         raise ValueError("no number")
 
     async def hangs(*args, **data):
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     async def late(*args, **data):
         calls.append("late")
@@ -395,7 +395,7 @@ def test_a_failed_reward_is_never_a_reward_of_zero():
         run(ArealWorkflow, Answering, answer("4"), arguments={"reward_fn": raises})
     assert calls == ["46", "46"], "retried once"
     with pytest.raises(RewardTimedOut, match=r"no result within 0\.2 s"):
-        run(ArealWorkflow, Answering, answer("4"), arguments={"reward_fn": hangs})
+        run(ArealWorkflow, Answering, answer("4"), arguments={"reward_fn": hangs, "limit_s": 0.2})
     assert run(ArealWorkflow, Answering, answer("4"), arguments={"reward_fn": late})[0][0].reward == 0.75
 
 
