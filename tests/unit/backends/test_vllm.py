@@ -375,7 +375,9 @@ def test_a_server_that_was_restarted_gets_the_weights_again(monkeypatch: pytest.
     async def restarts(reply: web.StreamResponse, lines: list[str]) -> None:
         await reply.write(lines[0].encode())
         player.is_healthy, player.instance, player.label = False, "2", "default"
-        asyncio.get_running_loop().call_later(0.5, setattr, player, "is_healthy", True)
+        while engine.status().is_reachable and not engine.status().num_restarts:  # noqa: ASYNC110  until noticed
+            await asyncio.sleep(0.01)
+        player.is_healthy = True
         await asyncio.sleep(60)
 
     with connected(player) as engine:

@@ -257,9 +257,9 @@ try:
     print("waiting", flush=True)  # from here on, the signal may come
     if sys.argv[1] == "condition":
         with condition:
-            wait_until(condition, lambda: False, lambda: "", kind="x", hard_limit_s=60)
+            wait_until(condition, lambda: False, lambda: "", kind="x", hard_limit_s=600)
     else:
-        wait_for_future(Future(), lambda: "", kind="x", hard_limit_s=60)
+        wait_for_future(Future(), lambda: "", kind="x", hard_limit_s=600)
 except KeyboardInterrupt:
     print("heard", flush=True)
 """
