@@ -6,7 +6,6 @@ The processes are real; what runs in them is ``stub_server.py``, which starts in
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import re
@@ -93,6 +92,7 @@ class Scene:
 @pytest.fixture
 def scene_of(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
     monkeypatch.setattr(places, "SERVE", (sys.executable, str(STUB)))
+    monkeypatch.setattr(keeper, "_DEATH_S", LIMIT_S)  # on a busy machine, it takes a while until they have ended
     scenes = []
 
     def make(*plan: object, transfer: WeightTransfer = "file") -> Scene:
@@ -294,10 +294,8 @@ def test_a_refused_wake_is_told_and_a_later_one_works_in_the_same_process(scene_
 @contextmanager
 def no_file_can_be_opened() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    gc.collect()  # or else a file that is closed meanwhile leaves a lower number free
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    # Standard input, output and errors stay open. Another file that is closed meanwhile leaves no number below 3 free.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
         yield
     finally:

