@@ -232,7 +232,7 @@ class Training:
             has_critic=config.critic.enabled,
             has_reference=algorithm.kl_in_loss > 0 or algorithm.kl_in_reward > 0,
             # Where the update measures itself, only the mini-batches after the first one need a pass.
-            recomputes=needs_logprobs_first(config)
+            recomputes=needs_logprobs_first(config, is_saved=False)
             or (algorithm.old_logprobs == "recompute" and learner.num_minibatches > 1),
             num_epochs=learner.num_epochs,
             offloads_optimizer=learner.offload_optimizer,

@@ -63,8 +63,9 @@ class ExperienceMaker:
     pad_token_id: int
 
     @cached_property
-    def _needs_logprobs(self) -> bool:
-        return needs_logprobs_first(self.config)
+    def _needs_logprobs(self) -> Mapping[bool, bool]:
+        """Whether a step computes log-probs before its update, by whether it writes a file of rollouts."""
+        return {is_saved: needs_logprobs_first(self.config, is_saved=is_saved) for is_saved in (False, True)}
 
     def make(
         self, batch: RolloutBatch, version: int, join: Callable[[Trajectory], Trajectory] | None = None
@@ -151,7 +152,7 @@ class ExperienceMaker:
         """Everything that needs a model, in one call of the learner."""
         config = self.config
         wanted = {
-            "logprobs": self._needs_logprobs,
+            "logprobs": self._needs_logprobs[self._saves(version)],
             "reference_logprobs": config.algorithm.kl_in_loss > 0 or config.algorithm.kl_in_reward > 0,
             "values": config.critic.enabled and not config.critic.bootstrap_unfinished,
             "reward_model": bool(config.reward.model),

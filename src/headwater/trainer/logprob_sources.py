@@ -15,12 +15,12 @@ _OLD_LOGPROBS = {
 _FROM_THE_UPDATE = "from the learner's before the update, which the first optimiser step computes itself"
 
 
-def needs_logprobs_first(config: Config) -> bool:
+def needs_logprobs_first(config: Config, *, is_saved: bool) -> bool:
     """Whether the learner's log-probs of all trained tokens are computed before the update.
 
     With ``recompute``, the update needs them of the policy as it is before the first optimiser step, whose own passes
     compute them anyway. A separate pass is needed only by what reads them before the update, or reads those of all
-    tokens. Files of rollouts do not count: what is saved must not change what is trained.
+    tokens. ``is_saved`` is whether the step writes a file of rollouts.
     """
     algorithm = config.algorithm
     if algorithm.old_logprobs != "recompute":
@@ -34,6 +34,7 @@ def needs_logprobs_first(config: Config) -> bool:
         or config.learner.num_epochs > 1
         # The pass takes no time: responses are scored meanwhile.
         or config.reward.join == "late"
+        or (is_saved and config.trainer.save_learner_logprobs)
     )
 
 
@@ -49,7 +50,7 @@ def logprob_sources(config: Config) -> str:
     uses = " and ".join(f"algorithm.{name}" for name, coefficient in wanted.items() if coefficient > 0)
     reference = f"the reference model computes those of {uses}" if uses else "no reference model is used"
     old = _OLD_LOGPROBS[algorithm.old_logprobs]
-    if algorithm.old_logprobs == "recompute" and not needs_logprobs_first(config):
+    if algorithm.old_logprobs == "recompute" and not needs_logprobs_first(config, is_saved=True):
         later = "" if config.learner.num_minibatches == 1 else ", and a forward pass those of the later ones"
         old = f"{_FROM_THE_UPDATE}{later}"
     return (

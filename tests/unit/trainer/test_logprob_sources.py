@@ -13,9 +13,9 @@ from headwater.trainer.logprob_sources import logprob_sources, needs_logprobs_fi
 RECOMPUTE = "algorithm.old_logprobs=recompute"
 
 
-def is_needed_first(*overrides: str) -> bool:
+def is_needed_first(*overrides: str, is_saved: bool = True) -> bool:
     config = load_config(None, ["data.train=arithmetic", "model.path=tiny", *overrides]).config
-    return needs_logprobs_first(config)
+    return needs_logprobs_first(config, is_saved=is_saved)
 
 
 def test_the_update_computes_them_unless_something_reads_them_before():
@@ -23,8 +23,9 @@ def test_the_update_computes_them_unless_something_reads_them_before():
     assert not is_needed_first(RECOMPUTE)
     assert not is_needed_first(RECOMPUTE, "learner.num_minibatches=2", "algorithm.policy_loss=decoupled")
     assert not is_needed_first("algorithm.old_logprobs=loglinear", "rollout.max_staleness=2")
-    # What is saved must not change what is trained.
-    assert not is_needed_first(RECOMPUTE, "trainer.save_learner_logprobs=true")
+    saves = [RECOMPUTE, "trainer.save_learner_logprobs=true"]
+    assert is_needed_first(*saves)
+    assert not is_needed_first(*saves, is_saved=False)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +41,12 @@ def test_the_update_computes_them_unless_something_reads_them_before():
     ],
 )
 def test_a_pass_computes_them_where_something_does(reads_them):
-    assert is_needed_first(RECOMPUTE, *reads_them)
+    assert is_needed_first(RECOMPUTE, *reads_them, is_saved=False)
 
 
 def test_an_advantage_of_a_user_may_read_them(tmp_path):
     (tmp_path / "mine.py").write_text("def advantage(inputs):\n    return inputs.old_logprobs\n")
-    assert is_needed_first(RECOMPUTE, f"algorithm.advantage={tmp_path}/mine.py:advantage")
+    assert is_needed_first(RECOMPUTE, f"algorithm.advantage={tmp_path}/mine.py:advantage", is_saved=False)
 
 
 def test_a_run_says_which_log_probs_it_uses():
