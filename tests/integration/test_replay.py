@@ -25,16 +25,19 @@ SETTINGS = [
     "rollout.max_new_tokens=24", "rollout.max_concurrent_groups=6", "engine.decode_steps=1",
     "algorithm.policy_loss=decoupled", "algorithm.old_logprobs=recompute", "eval.before=false", "eval.after=false",
 ]  # fmt: skip
+NUM_TOKENS = (24, 96, 192, 384)
+"""Responses as long as is needed for an update in the middle of one: training has fixed costs, generation has not."""
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
-    for _ in range(5):
+    for num_tokens in NUM_TOKENS:
         root = tmp_path_factory.mktemp("runs")
         settings = [f"run.root={root}", "run.name=recorded", "engine.deterministic=true", "trainer.total_steps=3"]
+        settings += [f"rollout.max_new_tokens={num_tokens}"]
         train_here(*SETTINGS, *settings)
         if is_updated_midway(root / "recorded"):
-            break  # on a busy machine, every response may end between two updates
+            break  # where training is slow, every response may end between two updates
     return root / "recorded"
 
 
@@ -179,9 +182,10 @@ def test_a_run_of_two_ranks_and_two_servers_is_replayed_on_two_ranks(replay, tmp
         settings = [each for each in SETTINGS if not each.startswith("engine.decode_steps")]  # an option of the servers
         settings += ["rollout.backend=native", f"rollout.servers=[{urls}]", "engine.deterministic=true"]
         settings += ["trainer.total_steps=3", "trainer.checkpoint_every_steps=1"]
-        for _ in range(5):  # on a busy machine, every response may end between two updates
+        for num_tokens in NUM_TOKENS:  # where training is slow, every response may end between two updates
             shutil.rmtree(run, ignore_errors=True)
-            assert ranks(*settings, f"run.root={tmp_path}", "run.name=ranks") == [0, 0], ranks.log.read_text()[-3000:]
+            named = [f"run.root={tmp_path}", "run.name=ranks", f"rollout.max_new_tokens={num_tokens}"]
+            assert ranks(*settings, *named) == [0, 0], ranks.log.read_text()[-3000:]
             assert ranks("--resume", run, "trainer.total_steps=5") == [0, 0], ranks.log.read_text()[-3000:]
             if is_updated_midway(run):
                 break

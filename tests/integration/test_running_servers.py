@@ -191,13 +191,14 @@ def test_a_rolling_update_lets_the_other_server_generate(servers, tmp_path, monk
             turns.append(other.version)
         return send(update, mode, members, *rest)
 
-    monkeypatch.setattr(RouterEngine, "__init__", make_and_keep)
-    monkeypatch.setattr(updates, "_send", send_after_a_turn)
     settings = [*SHORT, "trainer.total_steps=2", "rollout.max_staleness=2", "rollout.max_new_tokens=48",
                 "rollout.max_concurrent_groups=4", "algorithm.policy_loss=decoupled", "engine.deterministic=true",
                 "algorithm.old_logprobs=recompute", "rollout.update_order=rolling",
                 f"rollout.weight_transfer={transfer}"]  # fmt: skip
-    train_here("quickstart-multi-turn", *settings, *named(*servers), f"run.root={tmp_path}")
+    with monkeypatch.context() as patched:  # and not the replay
+        patched.setattr(RouterEngine, "__init__", make_and_keep)
+        patched.setattr(updates, "_send", send_after_a_turn)
+        train_here("quickstart-multi-turn", *settings, *named(*servers), f"run.root={tmp_path}")
     run = tmp_path / "quickstart-multi-turn"
     # While the first server takes version 1, the other one has 0; while that one takes it, the first has 1; and so on.
     assert turns == [0, 1, 1, 2]
