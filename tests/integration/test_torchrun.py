@@ -64,7 +64,7 @@ def learned(request, tmp_path_factory):
         name: take_steps(build(spec_of(CASES[name], folder)), CASES[name], folder / "of_one" / name) for name in names
     }
     done = forked.run(two_ranks.__file__, folder, *names, env=environment_of_ranks(), timeout=LIMIT_S)
-    assert (folder / "results.pt").exists(), done.stderr[-3000:]
+    assert (folder / "results.pt").exists(), done.stderr[-8000:]
     return folder, alone, torch.load(folder / "results.pt", weights_only=False)
 
 
@@ -103,7 +103,7 @@ def assert_same_steps(ours: dict, theirs: dict, name: str, numbers: tuple[str, .
     for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
         assert without_ranks(mine) == other.keys(), name
         # The second step begins with weights that rounding has changed, and AdamW's first steps amplify that.
-        tolerance = {"rel": 5e-3 if step else 1e-5, "abs": 1e-6}
+        tolerance = {"rel": 5e-3 if step else 1e-4, "abs": 1e-6}
         for key in (each for each in other if each.endswith(numbers)):
             expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
             assert mine[key] == expected, f"{name}: {key} of step {step + 1}"
@@ -313,7 +313,7 @@ def test_a_run_continues_on_another_number_of_ranks(tmp_path):
         torchrun("-m", "headwater", "train", *SMALL, f"run.root={tmp_path}", "trainer.total_steps=1"),
         cwd=ROOT, env=environment_of_ranks(), capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-8000:]
     train_here("--resume", run, "trainer.total_steps=2")
     train_on_two(run, "--resume", run, "trainer.total_steps=3")
     assert [each["step"] for each in metrics(run, "train")] == [1, 2, 3]

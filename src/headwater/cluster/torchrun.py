@@ -252,10 +252,10 @@ class TorchrunGroup:
                     self._run(lambda: self._send(_END, [()] * self.num_ranks), _END)
             except RankFailed as error:
                 self._failure = self._failure or str(error)
-        self._watch.stop()
-        if not self.failure:
+        is_whole = not self.failure
+        if is_whole:
             dist.destroy_process_group()
-        else:
+        if not (self._watch.stop() and is_whole):
             _stuck.append(self)
 
     def _send(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:

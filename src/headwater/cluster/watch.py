@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _SILENCE_S = 45.0
 """A rank on another machine that gives no sign of life for this long has ended."""
 _LOOK_S = 1.0
+_STOP_S = 10.0
 
 
 class RankWatch:
@@ -42,7 +43,8 @@ class RankWatch:
         for each in self._watched:
             where, pid, start = store.get(f"process/{each}").decode().split("|")
             self._processes[each] = (int(pid), start) if where == machine else None
-        threading.Thread(target=self._run, name="watch of ranks", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="watch of ranks", daemon=True)
+        self._thread.start()
 
     def report(self, call: int, error: BaseException) -> None:
         """Tell rank 0 why this rank failed in its call number ``call``."""
@@ -78,8 +80,11 @@ class RankWatch:
                     self._gone[rank] = EndedRank.noticed(cause, self._alive_at[rank])
             return dict(self._gone)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Whether the thread has ended. If the interpreter ended first, a call of the store would abort the process."""
         self._stop.set()
+        self._thread.join(_STOP_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         beat = 0
