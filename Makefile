@@ -24,6 +24,8 @@ TRACKERS := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
+# Tests of real processes on a busy machine: one that fails is run once more, and its first failure is printed as well.
+RERUNS := --reruns 1 --max-suite-reruns 5 --rerun-exclude-path tests/unit --rerun-show-tracebacks
 # Every test process would otherwise compile all modules and rewrite the assertions of all tests, a quarter of a minute.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -38,10 +40,10 @@ test: setup-dev style
 
 # Tests of one xdist_group share a server or another costly fixture, so one process runs them, and they are begun first.
 fast-tests: setup-dev
-	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
 
 test-all: setup-dev setup-clients setup-vllm setup-sglang setup-trackers setup-browser
-	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
 
 lint: style types
 
