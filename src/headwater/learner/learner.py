@@ -351,12 +351,11 @@ class LocalLearner:
     def status(self) -> LearnerStatus:
         engine = self.actor.engine
         on_gpu = engine.device.type == "cuda"
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if on_gpu:
-            # Kept, because a measurement of one stage may reset the counter.
-            peak = self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(engine.device))
+        most_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = torch.cuda.max_memory_allocated(engine.device) if on_gpu else 1024 * most_kib
+        self._peak_bytes = max(self._peak_bytes, peak)  # kept, because a measurement of one stage resets the counter
         every = list(self._engines())
-        here = RankStatus(engine.ranks.index, socket.gethostname(), os.getpid(), str(engine.device), peak)
+        here = RankStatus(engine.ranks.index, socket.gethostname(), os.getpid(), str(engine.device), self._peak_bytes)
         return LearnerStatus(
             num_ranks=engine.ranks.count,
             device=str(engine.device),

@@ -179,11 +179,12 @@ class StageMemory:
     def __init__(self) -> None:
         self._host: dict[str, int] = {}
         self._gpu: dict[str, int] = {}
+        take_peak_bytes()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats()
 
     def leave(self, stage: str) -> None:
-        self._host[stage] = max(self._host.get(stage, 0), resident_bytes())
+        self._host[stage] = max(self._host.get(stage, 0), take_peak_bytes())
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             self._gpu[stage] = max(self._gpu.get(stage, 0), torch.cuda.max_memory_allocated() + mapped_bytes())
             torch.cuda.reset_peak_memory_stats()
@@ -214,6 +215,16 @@ def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def take_peak_bytes() -> int:
+    """The most main memory of this process since the last call; what it has now on systems that do not tell."""
+    try:
+        status = Path("/proc/self/status").read_bytes()
+        Path("/proc/self/clear_refs").write_bytes(b"5")  # forget the peak
+    except OSError:
+        return resident_bytes()
+    return 1024 * int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0])
 
 
 def machine_bytes() -> int | None:
