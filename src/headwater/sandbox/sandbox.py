@@ -15,6 +15,7 @@ scratch folder in memory that vanishes with it. A cell is a fork of a warm inter
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -155,6 +156,9 @@ class CodeSession:
         self._pool = pool
         self._bounds = (limits or Limits()).bounds(config)
         self._cell: OpenCell | None = None
+        self._current: object = None
+        """The last run, unless it was cancelled: its thread may still be starting a cell then."""
+        self._lock = threading.Lock()
         self._one_at_a_time = asyncio.Lock()
         self._is_closed = False
 
@@ -169,37 +173,52 @@ class CodeSession:
         async with self._one_at_a_time:
             if self._is_closed:
                 raise RuntimeError("this session was closed")
+            run = self._current = object()
             try:
-                return await self._pool.in_thread(lambda ticket: self._run(code, ticket))
-            except asyncio.CancelledError:
-                self._lose()
+                return await self._pool.in_thread(lambda ticket: self._run(code, ticket, run))
+            except BaseException:
+                self._lose(run)
                 raise
 
-    def _run(self, code: str, ticket: Ticket) -> Outcome:
+    def _run(self, code: str, ticket: Ticket, run: object) -> Outcome:
         with self._pool.turn():
             try:
-                if self._cell is None:
+                if (cell := self._cell) is None:
                     slow = replace(self._bounds, timeout_s=self._bounds.timeout_s + _GRACE_S)
-                    self._cell = self._pool.with_cell("session", slow, Request(), _wait_until_ready)
-                ticket.hold(self._cell)
-                outcome, lives = self._cell.link.run_piece(code, self._bounds.timeout_s)
+                    cell = self._pool.with_cell("session", slow, Request(), _wait_until_ready)
+                    self._keep(cell, run)
+                ticket.hold(cell)
+                outcome, lives = cell.link.run_piece(code, self._bounds.timeout_s)
             except CellLost as error:
                 outcome, lives = Outcome("killed", "", "", None, 0.0, detail=str(error)), False
             finally:
                 ticket.release()
         if not lives:
-            self._lose()
+            self._lose(run)
         return replace(outcome, lost_state=not lives)
 
-    def _lose(self) -> None:
-        cell, self._cell = self._cell, None
+    def _keep(self, cell: OpenCell, run: object) -> None:
+        """Use a new cell for this run and for those after it, unless the run was cancelled while the cell started."""
+        with self._lock:
+            if is_wanted := run is self._current:
+                self._cell = cell
+        if not is_wanted:
+            cell.close()
+            raise CellLost("cancelled")
+
+    def _lose(self, run: object) -> None:
+        """End the interpreter, unless a later run has a new one already."""
+        with self._lock:
+            if run is not self._current:
+                return
+            cell, self._cell, self._current = self._cell, None, None
         if cell is not None:
             cell.close()
 
     def close(self) -> None:
         """End the interpreter and everything that it has started."""
         self._is_closed = True
-        self._lose()
+        self._lose(self._current)
 
 
 def _wait_until_ready(cell: OpenCell) -> OpenCell:

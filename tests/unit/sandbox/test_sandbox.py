@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import long_enough
@@ -20,6 +22,7 @@ from headwater.config.rollout_schema import SandboxConfig
 from headwater.sandbox import Limits, Program, Sandbox, SandboxUnavailable, isolation, launch
 from headwater.sandbox.cell_link import CellLost
 from headwater.sandbox.inside.confine import Bounds
+from headwater.sandbox.pool import CellPool
 from headwater.sandbox.zygote_process import ZygoteProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox isolates only on Linux")
@@ -213,6 +216,35 @@ def test_a_session_uses_no_processor_time_between_runs(sandbox: Sandbox):
             assert int((await session.run("n")).stdout) > 0
 
     asyncio.run(talk())
+
+
+def test_cancelling_while_the_interpreter_starts_does_not_disturb_the_next_run(sandbox: Sandbox, monkeypatch):
+    started, go_on, make = threading.Event(), threading.Event(), CellPool.with_cell
+
+    def make_late(self: CellPool, *arguments: Any) -> Any:
+        cell = make(self, *arguments)
+        if not started.is_set():
+            started.set()
+            assert go_on.wait(60)
+        return cell
+
+    async def cancel() -> None:
+        async with sandbox.session() as session:
+            first = asyncio.create_task(session.run("print('too late')"))
+            assert await asyncio.to_thread(started.wait, 60)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            second = asyncio.create_task(session.run("x = 1"))
+            await asyncio.sleep(0.1)
+            go_on.set()  # from here on, the first one ends its own interpreter and not that of the second
+            assert (await second).status == "ok"
+            for _ in range(3):
+                assert (await session.run("x")).stdout == "1\n"
+                await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(CellPool, "with_cell", make_late)
+    asyncio.run(cancel())
 
 
 def test_cancelling_ends_the_program(sandbox: Sandbox):
