@@ -24,8 +24,9 @@ TRACKERS := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS)/.installed
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
-# Tests of real processes on a busy machine: one that fails is run once more, and its first failure is printed as well.
-RERUNS := --reruns 1 --max-suite-reruns 5 --rerun-exclude-path tests/unit --rerun-show-tracebacks
+# The machine may be busy, and many tests start threads or processes: one that fails is run once more, and its first
+# failure is printed as well.
+RERUNS := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
 # Every test process would otherwise compile all modules and rewrite the assertions of all tests, a quarter of a minute.
 export PYTHONDONTWRITEBYTECODE :=
 

@@ -17,7 +17,7 @@ import forked
 import pytest
 from books import check_books
 from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
-from test_kill import ASYNC, TOOLS, start_of, timeless
+from test_kill import ASYNC, CHILD, TOOLS, start_of, timeless
 
 NUM_STEPS = 3
 SETTINGS = [
@@ -27,7 +27,7 @@ SETTINGS = [
 DONE = f"all {NUM_STEPS} steps are done"
 EXACT = [*SETTINGS, "run.deterministic=true"]
 KINDS = {
-    "exact": [*EXACT, "rollout.max_staleness=1"],
+    "child async": [*EXACT, *CHILD, "rollout.max_staleness=1"],
     "critic": [*EXACT[:1], "ppo", *EXACT[1:], "critic.num_warmup_steps=1", "eval.before=true"],
     "tools": [*EXACT, *TOOLS, "warm_start.num_steps=2", "warm_start.num_sequences_per_step=8"],
     "timing": [*SETTINGS, *ASYNC],

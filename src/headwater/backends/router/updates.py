@@ -6,6 +6,7 @@ All servers take it at the same time, or one after another while the others gene
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -132,11 +133,13 @@ def _send(
         why_lost=lambda name: members[name].lost,
     )
     results: Results = {}
+    ending = threading.Lock()
 
     def end(name: str, error: BaseException | None) -> None:
-        if name not in results:
-            results[name] = error
-            on_end(members[name], error)
+        with ending:  # also while ``on_end`` runs: told after this update, it would undo what a later one says
+            if name not in results:
+                results[name] = error
+                on_end(members[name], error)
 
     def take_end(name: str, done: Future[None]) -> None:
         fan_out.leave(name)
@@ -151,8 +154,7 @@ def _send(
             end(name, TransferLost(f"it {reason}"))
     limit_s = bucket_limit_s if is_streamed else start_limit_s + WHOLE_LIMIT_S * len(members)
     for name, future in futures.items():
-        if name not in results:
-            end(name, _error_of(members[name], future, update.version, limit_s))
+        end(name, results.get(name) or _error_of(members[name], future, update.version, limit_s))
     return results
 
 

@@ -16,6 +16,8 @@ from patience import long_enough
 
 from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
+from headwater.backends.router.member import Member
+from headwater.backends.router.updates import send_to_all
 from headwater.core.errors import (
     ConfigError,
     MemoryRefused,
@@ -490,6 +492,19 @@ def test_a_server_that_dies_during_an_update_does_not_hold_up_the_others():
         router.update_weights(update(1, 1.0, is_repeat=True)).result(LIMIT_S)
         assert not router.status().needs_weights
         assert router.weights_checksum()
+
+
+def test_an_update_is_over_when_the_end_of_every_server_was_noted():
+    """The thread of a server that notes its end late must not undo what the next update has noted."""
+    noted: list[str] = []
+
+    def note_late(member: Member, error: BaseException | None) -> None:
+        time.sleep(0.2)
+        noted.append(member.name)
+
+    members = {name: Member(RoutedServer(name, ScriptedEngine())) for name in ("s0", "s1")}
+    send_to_all(update(1, 1.0), None, members, note_late, FAST)
+    assert sorted(noted) == ["s0", "s1"]
 
 
 def test_weights_that_all_refuse_leave_everything_as_it_was():
