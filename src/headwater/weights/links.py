@@ -10,6 +10,7 @@ Each rank of the learner has one group with all engines, in which it is number 0
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -27,6 +28,7 @@ from headwater.core.errors import WeightsError
 
 BACKENDS = ("gloo", "nccl")
 _POLL_S = 0.0005
+_LEAVE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,10 @@ class Link:
         if self._meeting.backend == "nccl":
             group.abort()
         # Operations that still run end at their time limit, and are waited for.
-        threading.Thread(target=_release, args=([group],), name="headwater-weights-leave", daemon=True).start()
+        leaving = threading.Thread(target=_release, args=([group],), name="headwater-weights-leave", daemon=True)
+        leaving.start()
+        # If the interpreter ended meanwhile, the destructor of the group would abort the process.
+        atexit.register(leaving.join, _LEAVE_S)
 
 
 @dataclass
