@@ -17,6 +17,9 @@ from torch import Tensor
 
 _RUN = 32
 PAGES_PER_RUN = tl.constexpr(_RUN)
+_COPY_BLOCK = 4096
+_MAX_PAGES = 65535
+"""Limit of the second dimension of a grid."""
 
 
 def tiles_per_run(page_tokens: int, block_n: int) -> int:
@@ -69,11 +72,6 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor
     assert page_tokens & (page_tokens - 1) == 0, f"page_tokens = {page_tokens}: must be a power of two"
     assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} query heads are not a multiple of {kv_heads} kv heads"
     assert page_table.stride(1) == 1, "page_table's rows must be contiguous"
-
-
-_COPY_BLOCK = 4096
-_MAX_PAGES = 65535
-"""Limit of the second dimension of a grid."""
 
 
 @triton.jit
