@@ -30,13 +30,12 @@ from headwater.algorithms.policy_losses.ppo import ppo
 from headwater.config.schema import AlgorithmConfig, LearnerConfig, LoraConfig
 from headwater.core.data_proto import DataProto
 from headwater.core.records import Trajectory
-from headwater.learner import packed_module
+from headwater.learner import packed_module, wide_layers
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
-from headwater.models import wide_layers
 from headwater.models.packed_attention import Segments
 from headwater.rollout.group import pad_trajectories
 

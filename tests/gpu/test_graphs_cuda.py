@@ -7,12 +7,13 @@ import gc
 import pytest
 import torch
 from learner.test_engine import experience
+from learner.test_graphs import PlainRecorder
 from learner.test_packing import batch, packs
 from test_training_cuda import actor, gradient, weights
 
 from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.learner.engine import TrainEngine
-from headwater.learner.graph_recorder import CudaRecorder, PassRecorder, PlainRecorder
+from headwater.learner.graph_recorder import CudaRecorder, PassRecorder
 from headwater.learner.graphs import PassGraphs
 from headwater.learner.lora import without_adapters
 

@@ -22,12 +22,12 @@ from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.kernels.linear import invariant_linear, split_linear
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.learner.engine import TrainEngine
+from headwater.learner.norm_kernels import add_and_norm
 from headwater.learner.packed_module import PolicyModule, token_logprobs
 from headwater.learner.packing import pack_rows, read_rows
+from headwater.learner.wide_layers import widen_layers
 from headwater.models import precision
-from headwater.models.norm_kernels import add_and_norm
 from headwater.models.precision import wide_linear
-from headwater.models.wide_layers import widen_layers
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.group import pad_trajectories
 

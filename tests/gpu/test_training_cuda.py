@@ -20,10 +20,10 @@ from headwater.learner import packed_module
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights
+from headwater.learner.fused_layers import use_fused_layers
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
-from headwater.models.fused_layers import use_fused_layers
 from headwater.models.load import load_model
 from headwater.models.packed_attention import AttentionTables, BucketedAttention, VarlenAttention
 

@@ -19,15 +19,14 @@ from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.export import merged_weights
 from headwater.learner.freeze import freeze_parts, vision_modules
+from headwater.learner.fused_layers import fuse_gated_layers, use_fused_layers
 from headwater.learner.held import averages_of
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
-from headwater.models.fused_layers import use_fused_layers
-from headwater.models.fused_towers import fuse_gated_layers
+from headwater.learner.wide_layers import widen_layers
 from headwater.models.load import load_model
 from headwater.models.vision import VisionTower
 from headwater.models.vision.attention import NAME
-from headwater.models.wide_layers import widen_layers
 from headwater.rollout.group import pad_trajectories
 
 CUDA = torch.device("cuda")

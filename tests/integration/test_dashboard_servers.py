@@ -15,7 +15,7 @@ from command import ROOT
 from ports import free_port
 from running import Running
 
-from headwater.dashboard import servers
+from headwater.dashboard import engine_view
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +49,8 @@ def urls() -> Iterator[tuple[str, str]]:
 
 
 def test_a_server_and_a_router_are_shown_as_they_are(urls, monkeypatch):
-    monkeypatch.setattr(servers, "_LIMIT_S", LIMIT_S)  # its seconds may be too few on a busy machine
-    server, router, nobody = asyncio.run(servers.server_states([*urls, "http://127.0.0.1:9"], ""))["servers"]
+    monkeypatch.setattr(engine_view, "_LIMIT_S", LIMIT_S)  # its seconds may be too few on a busy machine
+    server, router, nobody = asyncio.run(engine_view.server_states([*urls, "http://127.0.0.1:9"], ""))["servers"]
     assert (server["is_alive"], server["error"], server["model"]) == (True, "", "tiny:qwen3")
     assert (server["num_running"], server["num_waiting"], server["members"]) == (0, 0, [])
     assert server["kv_used"] is not None

@@ -104,7 +104,7 @@ READ_ELSEWHERE = {
         for what in ("rewards", "advantages")
         for name in ("leave_one_out", "unbiased", "epsilon")
     ),
-    f"{UNIT}/models/test_fused_layers.py": ("learner.fused_layers",),
+    f"{UNIT}/learner/test_fused_layers.py": ("learner.fused_layers",),
     f"{UNIT}/learner/test_loss_scale.py": ("learner.loss_scale", "learner.loss_scale_growth_steps"),
     f"{UNIT}/learner/test_working_copies.py": ("learner.convert_at_once",),
     f"{UNIT}/learner/test_joined_training.py": ("learner.join_projections",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import resource
 import subprocess
 import sys
@@ -29,6 +30,24 @@ ONLY_IN = {"ray": "cluster/ray", "vllm": "backends/vllm", "sglang": "backends/sg
 
 IN_THE_API = {"Config", "Engine", "Trainer"}
 """Classes of ``headwater.api`` with the name of what they wrap, which users of the package do not see."""
+
+ONE_NAME_ONE_FILE = {
+    "algorithms/advantages", "algorithms/corrections", "algorithms/policy_losses", "backends", "chat/parsers", "cli",
+    "data/tasks", "observe/trackers", "rewards/managers", "rewards/scorers", "tools", "workflows",
+}  # fmt: skip
+MODULE_NAME = re.compile(r"headwater(\.\w+)+")
+NAMES_HIGHER_ONES = {"core/stand_ins.py", "backends/native/places.py"}
+"""Files with names of modules as strings; docs/structure.md says why."""
+RUN_APART = "sandbox/inside"
+"""Its files are given to another process one by one."""
+SHORT, LONG = 100, 400
+"""Lines. A shorter file belongs in its only importer, unless that would become longer than ``LONG``."""
+OWN_SUBJECT = {
+    "dashboard/ledger_view.py": "an answer of its own, with texts; the importer is the list of all answers",
+    "dashboard/settings.py": "likewise",
+    "learner/wide_layers.py": "precision of the layers; the importer places them on ranks",
+}
+"""Short files that stay beside their only importer, and why."""
 
 
 @cache
@@ -76,6 +95,19 @@ def test_imports_flow_one_way():
                 )
 
 
+def test_names_of_higher_folders_in_strings_are_those_of_plugins():
+    for path in files():
+        name = path.relative_to(SOURCE)
+        if len(name.parts) == 1 or str(name) in NAMES_HIGHER_ONES:
+            continue
+        higher = set(ORDER[ORDER.index(name.parts[0]) + 1 :])
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE_NAME.fullmatch(node.value):
+                _, folder, *rest = node.value.split(".")
+                is_plugins = "/".join([folder, *rest]) in ONE_NAME_ONE_FILE
+                assert folder not in higher or is_plugins, f"{name}: {name.parts[0]} must not name {node.value}"
+
+
 def test_who_keeps_a_process_alive_does_not_know_how_to_talk_to_it():
     for path in (SOURCE / "backends" / "launch").glob("*.py"):
         wrong = {name for name in imported_modules(path) if name.startswith(("headwater.backends.native", "aiohttp"))}
@@ -98,6 +130,28 @@ def test_no_module_imports_itself_through_others():
     while leaves := {name for name, imported in imports.items() if not imported & imports.keys()}:
         imports = {name: imported for name, imported in imports.items() if name not in leaves}
     assert not imports, f"on an import cycle, or importing one: {sorted(imports)}"
+
+
+def test_a_short_file_with_one_importer_is_part_of_it():
+    """A file that needs another optional package than its importer stays apart, and ``__init__`` is no importer."""
+    modules = {_module_name(path): path for path in files()}
+    importers: dict[Path, list[Path]] = {path: [] for path in files()}
+    for path in files():
+        for name in imported_modules(path) & modules.keys():
+            importers[modules[name]].append(path)
+    lines = {path: len(path.read_text().splitlines()) for path in files()}
+    short = {}
+    for path, (importer, *others) in ((path, found) for path, found in importers.items() if found):
+        folder = str(path.parent.relative_to(SOURCE))
+        if folder in ONE_NAME_ONE_FILE or folder == RUN_APART or "__init__.py" in (path.name, importer.name):
+            continue
+        needs_triton = "triton" in imported_modules(path) - imported_modules(importer)
+        is_alone = not others and importer.parent == path.parent and lines[path] < SHORT
+        if is_alone and not needs_triton and lines[path] + lines[importer] <= LONG:
+            short[str(path.relative_to(SOURCE))] = importer.name
+    parts = {name: importer for name, importer in short.items() if name not in OWN_SUBJECT}
+    assert not parts, f"move what is in the first file to the second one: {parts}"
+    assert OWN_SUBJECT.keys() <= short.keys(), "a file that is listed here needs no reason any more"
 
 
 def _module_name(path: Path) -> str:

@@ -71,6 +71,18 @@ def read_marked_call(
     yield from reader.accept(end)
 
 
+def read_section(
+    reader: Reader, section: tuple[str, str], call: tuple[str, str], *, read: Callable[[Reader, CallDraft], Steps[None]]
+) -> Steps[None]:
+    """Read a message of content and calls. The marks around the calls of a ``section`` are optional, and those of a
+    ``call`` are not."""
+    opening, closing = section
+    begin, end = call
+    while mark := (yield from reader.content_until(opening, begin, closing)):
+        if mark == begin:
+            yield from read_marked_call(reader, begin, end, closing, read=read)
+
+
 class TextArguments:
     """The arguments of one call, such as ``<parameter=count>3</parameter>``, typed by the schema of its tool.
 

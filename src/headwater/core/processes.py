@@ -1,13 +1,17 @@
-"""Identifies a process, also when its id is reused later, and names the signal that ended one."""
+"""Identifies a process, also when its id is reused later, names the signal that ended one, and raises the limit of open
+files."""
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import signal
 import socket
 import subprocess
 from pathlib import Path
 
 _ENDED = {"Z", "X", "x"}
+_MOST_DESCRIPTORS = 65536
 
 
 def signal_name(number: int) -> str:
@@ -48,3 +52,14 @@ def _start_by_ps(pid: int) -> str | None:
     answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
     state, _, began = answer.stdout.strip().partition(" ")
     return None if not began or state[0] in _ENDED else began.strip()
+
+
+def allow_many_descriptors() -> int:
+    """Raise the limit as far as the system allows, and return it. The usual 1,024 is for programs that use select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return wanted
+    return _MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

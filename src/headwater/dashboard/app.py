@@ -19,14 +19,14 @@ from aiohttp import web
 from headwater.core.errors import HeadwaterError
 from headwater.dashboard.answers import Answers
 from headwater.dashboard.assets import INDEX, Asset, Assets
-from headwater.dashboard.encoding import encoded
+from headwater.dashboard.engine_view import server_states
 from headwater.dashboard.errors import Refused, not_found
 from headwater.dashboard.events import STOPPING, stream
 from headwater.dashboard.export import export
 from headwater.dashboard.guard import Access, guard
 from headwater.dashboard.pictures import picture
+from headwater.dashboard.plain_values import encoded
 from headwater.dashboard.runs import Runs
-from headwater.dashboard.servers import server_states
 
 _NUM_THREADS = 4
 _MAX_WAITING = 64

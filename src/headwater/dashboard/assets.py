@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.core.errors import HeadwaterError
-from headwater.dashboard.encoding import encoded
+from headwater.dashboard.plain_values import encoded
 
 FOLDER = Path(__file__).with_name("assets")
 INDEX = "index.html"

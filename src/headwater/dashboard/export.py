@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 from headwater.dashboard.answers import Answers
 from headwater.dashboard.assets import Assets
-from headwater.dashboard.encoding import encoded
 from headwater.dashboard.errors import Refused
 from headwater.dashboard.pictures import picture
+from headwater.dashboard.plain_values import encoded
 from headwater.dashboard.rollout_files import SOURCES, Source
 from headwater.dashboard.rollout_view import find
 from headwater.dashboard.runs import Run

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.json
 from numpy.typing import NDArray
 
-from headwater.dashboard.arrow_arrays import numbers_of
-from headwater.dashboard.plain_values import number
+from headwater.dashboard.plain_values import number, numbers_of
 
 KINDS = ("train", "eval", "warm_start")
 _HEAD = ("kind", "step", "time")

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from headwater.dashboard.arrow_arrays import numbers_of
 from headwater.dashboard.errors import Refused, bad_request, not_found, unreadable
+from headwater.dashboard.plain_values import numbers_of
 from headwater.dashboard.record_log import Resumes
 
 T = TypeVar("T")

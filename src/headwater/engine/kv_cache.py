@@ -135,7 +135,7 @@ class KVCache:
             self._broken[targets] = self._broken[sources]
         both = upload(torch.from_numpy(np.stack([sources, targets])), self.spec.device)
         if self.heads_first and not np.isin(targets, sources).any():
-            from headwater.engine.kernels.page_copy import copy_pages  # Triton needs a GPU
+            from headwater.engine.kernels.paging import copy_pages  # Triton needs a GPU
 
             copy_pages(self._storage, *both)
         else:

@@ -1,9 +1,7 @@
 """Records what a pass launches on the device, to launch it again with one call.
 
-    forward, backward = recorder.record([run_forward, run_backward])
-    forward()                   # the same kernels on the same addresses
-
-``PlainRecorder`` calls the functions instead: it is the explanation of ``CudaRecorder``, and runs on a CPU.
+forward, backward = recorder.record([run_forward, run_backward])
+forward()                   # the same kernels on the same addresses
 """
 
 from __future__ import annotations
@@ -32,18 +30,6 @@ class PassRecorder(Protocol):
     def forget(self) -> None:
         """Nothing of what was recorded is used any more."""
         ...
-
-
-class PlainRecorder:
-    """Repeats by calling the functions again."""
-
-    num_bytes: int = 0
-
-    def record(self, actions: Sequence[Action]) -> list[Action]:
-        return list(actions)
-
-    def forget(self) -> None:
-        pass
 
 
 class CudaRecorder:

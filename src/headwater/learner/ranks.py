@@ -25,13 +25,13 @@ from headwater.config.schema import LearnerConfig
 from headwater.core.disk import show_bytes
 from headwater.core.errors import ConfigError, OtherRankFailed
 from headwater.learner.export import plain_name
+from headwater.learner.fused_layers import use_fused_layers
+from headwater.learner.joined_layers import join_projections, joined_weights
 from headwater.learner.packed_module import PackedModule
+from headwater.learner.wide_layers import widen_layers
 from headwater.learner.working_copies import WorkingCopies
 from headwater.models.device import free_bytes
-from headwater.models.fused_layers import use_fused_layers
-from headwater.models.joined_layers import join_projections, joined_weights
 from headwater.models.sharded_load import ShardReader
-from headwater.models.wide_layers import widen_layers
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from headwater.config.rollout_schema import SandboxConfig
-from headwater.core.descriptors import allow_many_descriptors
+from headwater.core.processes import allow_many_descriptors
 from headwater.core.waits import named_wait, wait_until
 from headwater.sandbox.cell_link import CellLink, CellNotMade
 from headwater.sandbox.inside.confine import Bounds

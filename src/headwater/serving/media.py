@@ -1,4 +1,4 @@
-"""Images and videos in the messages of a chat request."""
+"""Images and videos in the messages of a chat request, and how many pixels a client may have decoded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,39 @@ from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
 from headwater.data.media import KINDS, PROCESSOR_ERRORS, MediaSettings, take_inline_media
 from headwater.data.message_media import has_media, load_message_media, take_message_media
+from headwater.data.pictures import check_size
 from headwater.serving.errors import ApiError
-from headwater.serving.pixels import MAX_REQUEST_PIXELS, PixelBudget
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.reading import check_client, continue_as_long_work
+
+MAX_REQUEST_PIXELS = 1 << 30
+"""1024 pictures of the default of ``data.max_image_pixels``."""
+MAX_VIDEO_PIXELS = 1 << 28
+"""256 frames of the same size. All frames of a video are in memory at once."""
+
+
+class PixelBudget:
+    """Is called with the size of every picture before it is decoded, and refuses the one that is too much.
+
+    A small file can announce a large picture, and a request can hold many.
+    """
+
+    def __init__(self, max_pixels: int, owner: str) -> None:
+        """``owner`` is what the pictures belong to, for messages."""
+        self._max_pixels = max_pixels
+        self._owner = owner
+        self._num_left = max_pixels
+
+    def __call__(self, size: tuple[int, int], where: str) -> None:
+        check_client()
+        check_size(size, where)
+        self._num_left -= size[0] * size[1]
+        if self._num_left < 0:
+            raise DataError(
+                f"{where}: the pictures of {self._owner} have more than {self._max_pixels} pixels in total; send fewer "
+                "or smaller ones"
+            )
+
 
 MAX_ITEMS = 256
 """Images and videos of one request."""

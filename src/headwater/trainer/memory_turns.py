@@ -61,11 +61,6 @@ class MemoryTurns:
         self._discards_weights = ways.get("weights") == RELEASED
         self._report: dict[str, float] = {}
 
-    @property
-    def are_taken(self) -> bool:
-        """Whether anything leaves the device."""
-        return self._moves_learner or self._releases_cache or self._discards_weights
-
     @contextmanager
     def generating(self) -> Iterator[None]:
         """The engine generates inside this block."""

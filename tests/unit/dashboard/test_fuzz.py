@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headwater.core.errors import HeadwaterError
 from headwater.dashboard import series
 from headwater.dashboard.answers import Answers
-from headwater.dashboard.encoding import encoded
 from headwater.dashboard.errors import Refused
+from headwater.dashboard.plain_values import encoded
 from headwater.dashboard.record_log import KINDS, RecordLog, take_many
 from headwater.dashboard.runs import Place, Runs
 from headwater.observe.spans import Spans

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from headwater.cli import ui
 from headwater.cli.main import main
 from headwater.dashboard.assets import Assets
-from headwater.dashboard.encoding import encoded
 from headwater.dashboard.guard import Access, guard
+from headwater.dashboard.plain_values import encoded
 from headwater.observe.run_directory import RunDirectory
 
 

@@ -214,7 +214,7 @@ import re, sys
 from pathlib import Path
 
 from headwater.dashboard.answers import Answers
-from headwater.dashboard.encoding import encoded
+from headwater.dashboard.plain_values import encoded
 from headwater.dashboard.runs import Place, Runs
 
 answers = Answers(Runs(Place.of(Path(sys.argv[1]))))

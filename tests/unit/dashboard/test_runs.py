@@ -11,7 +11,7 @@ from aiohttp import web
 from dashboard.parts import COUNTS, add_metrics, make_run, served
 
 from headwater.dashboard import metric_texts
-from headwater.dashboard.servers import server_states
+from headwater.dashboard.engine_view import server_states
 
 
 def test_runs_are_listed_with_what_matters(client):
@@ -103,7 +103,7 @@ def test_every_curve_of_the_engine_that_is_drawn_is_sent(tmp_path):
 
 def test_the_state_of_running_servers(monkeypatch):
     """A server that answers as ``headwater serve`` does, and one that is not there."""
-    monkeypatch.setattr("headwater.dashboard.servers._LIMIT_S", 60.0)
+    monkeypatch.setattr("headwater.dashboard.engine_view._LIMIT_S", 60.0)
 
     async def check() -> None:
         app = web.Application()

@@ -9,7 +9,7 @@ from engine.vision_parts import make_model, picture, processor_of, video
 from headwater.engine.adapters import add_adapters
 from headwater.engine.tower import PackedTower, make_tower, num_copied_bytes
 from headwater.models.vision import VisionTower
-from headwater.models.vision.patch_projection import PatchProjection
+from headwater.models.vision.tower import PatchProjection
 
 QWEN = ["qwen2_5_vl", "qwen3_vl"]
 CONTENTS = [

@@ -18,7 +18,6 @@ from headwater.learner import fixed_pack
 from headwater.learner import graphs as graphs_module
 from headwater.learner.engine import ForwardEngine, TrainEngine
 from headwater.learner.fixed_pack import FilledPack, FixedInputs, PassShape, rounded_up
-from headwater.learner.graph_recorder import PlainRecorder
 from headwater.learner.graphs import PassGraphs
 from headwater.learner.lora import add_adapters, without_adapters
 from headwater.learner.packed_module import _CHUNK_ELEMENTS, PackedModule, PolicyModule, ValueModule
@@ -35,6 +34,18 @@ def short_sequences():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed_pack, "_LEAST_LENGTH", 16)
         yield
+
+
+class PlainRecorder:
+    """Repeats by calling the functions again, which also works on a CPU."""
+
+    num_bytes = 0
+
+    def record(self, actions):
+        return list(actions)
+
+    def forget(self):
+        pass
 
 
 class Counting(PlainRecorder):

@@ -16,10 +16,9 @@ from headwater.config.schema import LearnerConfig, LoraConfig
 from headwater.learner import ranks
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.engine import TrainEngine
+from headwater.learner.joined_layers import join_projections, joined, joined_weights
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
-from headwater.models.joined_layers import join_projections, joined_weights
-from headwater.models.joined_linear import joined
 
 # Weights are float32, and the passes compute in float64, where a CPU is fast and rounding does not matter.
 COMPUTED = torch.float64

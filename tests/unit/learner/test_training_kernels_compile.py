@@ -14,8 +14,7 @@ SCRIPT = """
 import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from headwater.learner import logit_kernels
-from headwater.models import gated_kernels, norm_kernels, rotary_kernels
+from headwater.learner import joined_kernels, logit_kernels, norm_kernels
 
 FLOATS = {"logits", "logprobs", "entropies", "squares", "normalizers", "logprob_gradients", "entropy_gradients", "cos",
           "sin", "residual", "total", "inverse_rms", "total_gradient", "residual_gradient", "weight_parts"}
@@ -36,10 +35,10 @@ def compiled(kernel, num_warps, **values):
 rows = {"SIZE": 151936}
 compiled(logit_kernels._summarise, logit_kernels._WARPS, BLOCK=logit_kernels._BLOCK, **rows)
 compiled(logit_kernels._differentiate, logit_kernels._WARPS, BLOCK=logit_kernels._GRADIENT_BLOCK, **rows)
-for kernel in (gated_kernels._forward, gated_kernels._backward):
-    compiled(kernel, gated_kernels._WARPS, SIZE=8960, BLOCK=gated_kernels._BLOCK)
+for kernel in (joined_kernels._gate, joined_kernels._gate_backward):
+    compiled(kernel, joined_kernels._WARPS, SIZE=8960, BLOCK=joined_kernels._BLOCK)
 for is_backward in (False, True):
-    compiled(rotary_kernels._rotate, rotary_kernels._WARPS, HEADS=12, KV_HEADS=2, HALF=64, HEADS_PAD=16, HALF_PAD=64,
+    compiled(joined_kernels._rotate, joined_kernels._WARPS, HEADS=12, KV_HEADS=2, HALF=64, HEADS_PAD=16, HALF_PAD=64,
              IS_BACKWARD=is_backward)
 norm = {"SIZE": 1536, "BLOCK": 2048, "HAS_PRODUCT": True}
 compiled(norm_kernels._forward, 8, **norm)

@@ -16,9 +16,9 @@ from headwater.config.schema import LearnerConfig
 from headwater.learner import ranks
 from headwater.learner.engine import TrainEngine
 from headwater.learner.packed_module import PolicyModule
+from headwater.learner.wide_layers import plain_norm, widen_layers
 from headwater.learner.working_copies import WorkingCopies, add_small
 from headwater.models.builtin.tiny import PRESETS, build_config
-from headwater.models.wide_layers import plain_norm, widen_layers
 
 # Processors without bfloat16 multiply its matrices several hundred times more slowly than those of float32.
 SHAPE = replace(
@@ -62,7 +62,7 @@ def test_layers_that_leave_an_addition_to_the_next_one_have_the_same_bits_in_fsd
         return total, plain_norm(SimpleNamespace(weight=weight, variance_epsilon=eps), total)
 
     # In plain torch: Triton's interpreter would take half a minute.
-    monkeypatch.setitem(sys.modules, "headwater.models.norm_kernels", SimpleNamespace(add_and_norm=add_and_norm))
+    monkeypatch.setitem(sys.modules, "headwater.learner.norm_kernels", SimpleNamespace(add_and_norm=add_and_norm))
     monkeypatch.setattr(
         ranks, "widen_layers", lambda model, dtype, **_: widen_layers(model, dtype, uses_kernels=True, defers=True)
     )

@@ -17,13 +17,13 @@ from headwater.chat.render import render_chat
 from headwater.config.load import load_config
 from headwater.core.media import Media, MediaContent, rotary_positions, rotary_shift
 from headwater.engine.tower import num_copied_bytes
+from headwater.learner.wide_layers import widen_layers
 from headwater.models import precision
 from headwater.models.flops import PassFlops
 from headwater.models.load import load_model, load_processor, load_tokenizer, vocabulary_size
 from headwater.models.memory_sizes import ModelSize, RunSizes
 from headwater.models.vision import VisionProcessor, VisionTower, uses_grid_positions, vision_parameter_names
 from headwater.models.vision import attention as vision_attention
-from headwater.models.wide_layers import widen_layers
 from headwater.planner.hardware import shape_of
 
 NAMES = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3"]

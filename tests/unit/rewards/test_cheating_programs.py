@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from ending import end_judge
 from sandbox_here import skip_without_sandbox
 
-from headwater.rewards.scorers.code import code, end_judge
+from headwater.rewards.scorers.code import code
 
 PATIENT = {"test_timeout_s": 120.0, "time_limit_s": 600.0}
 """The machine may be busy."""

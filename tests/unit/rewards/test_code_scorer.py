@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from ending import end_judge
 from sandbox_here import skip_without_sandbox
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import RewardFailed
 from headwater.rewards.programs.cases import CallCases, CheckCases, OutputCases, read_cases
 from headwater.rewards.programs.judge import same_output, same_value
-from headwater.rewards.scorers.code import code, end_judge, find_program
+from headwater.rewards.scorers.code import code, find_program
 
 
 @pytest.fixture(scope="module", autouse=True)

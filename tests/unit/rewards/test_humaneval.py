@@ -9,9 +9,10 @@ import random
 from pathlib import Path
 
 import pytest
+from ending import end_judge
 from sandbox_here import skip_without_sandbox
 
-from headwater.rewards.scorers.code import code, end_judge
+from headwater.rewards.scorers.code import code
 
 FILE = Path(__file__).parents[2] / "data" / "HumanEval.jsonl.gz"
 PATIENT = {"test_timeout_s": 120.0, "time_limit_s": 600.0}

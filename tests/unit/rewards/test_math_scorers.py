@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import pytest
+from ending import end_verifier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from headwater.rewards import verifier as verifier_module
 from headwater.rewards.scorers.geometry3k import geometry3k
 from headwater.rewards.scorers.math import math
 from headwater.rewards.scorers.math_dapo import math_dapo
-from headwater.rewards.verifier import Verdict, VerifierProcess, end_verifier, verify
+from headwater.rewards.verifier import Verdict, VerifierProcess, verify
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 
 import pytest
+from ending import end_judge
 from tools.services import run_scripts
 
 from headwater.config.rollout_schema import SandboxConfig
 from headwater.core.errors import RewardFailed
 from headwater.rewards.programs.cases import OutputCases
 from headwater.rewards.programs.judge import Judge, Rules
-from headwater.rewards.scorers.code import code, end_judge
+from headwater.rewards.scorers.code import code
 from headwater.rewards.verl_scores import default_compute_score
 from headwater.sandbox import Outcome
 

@@ -57,9 +57,7 @@ def a_step(each: MemoryTurns, watched: Watched) -> list[str]:
 def test_a_run_that_fits_moves_nothing():
     for ways in ({}, {"weights": RESIDENT}):
         watched = Watched()
-        each = turns(watched, **ways)
-        assert not each.are_taken
-        assert a_step(each, watched) == ["generate", "train", "publish"]
+        assert a_step(turns(watched, **ways), watched) == ["generate", "train", "publish"]
 
 
 def test_the_engine_gives_its_memory_to_training():

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 import tiny
+from rewards.ending import end_verifier
 from test_adapters import answer, context_of, episode_of
 
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
 from headwater.core.errors import InvalidTrajectory, RolloutFailed
 from headwater.core.registry import load_object
 from headwater.core.tool_calls import ToolCall
-from headwater.rewards.verifier import end_verifier
 from headwater.tools.toolbox import Toolbox
 from headwater.workflows.adapters.areal_workflow import ArealWorkflow
 from headwater.workflows.adapters.verl_loop import VerlWorkflow

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import aiohttp
 
 from headwater.backends.remote.link import Garbage, LinkLost, Overloaded
-from headwater.core.descriptors import allow_many_descriptors
 from headwater.core.errors import RequestError, RolloutFailed, WaitTimeout
+from headwater.core.processes import allow_many_descriptors
 from headwater.core.waits import named_wait
 
 _CALL_LIMIT_S = 600.0

@@ -12,7 +12,7 @@ V3.1 writes ``<｜tool▁call▁begin｜>search<｜tool▁sep｜>{"query": "tide
 
 from __future__ import annotations
 
-from headwater.chat.call_draft import CallDraft, read_marked_call
+from headwater.chat.call_draft import CallDraft, read_section
 from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall
 from headwater.chat.call_object import read_named_call
@@ -26,8 +26,6 @@ _KIND = "function"
 
 @PARSERS.register
 class Deepseek(CallFormat):
-    """The marks of a section are optional; those of a call are not."""
-
     template_marks = (_BEGIN, _SEPARATOR)
 
     def shape(self, template: str) -> CallShape:
@@ -37,10 +35,7 @@ class Deepseek(CallFormat):
         return CallShape(_BEGIN, _SEPARATOR, _END, separator="", opening=_SECTION, closing=_SECTION_END)
 
     def read(self, reader: Reader) -> Steps[None]:
-        while mark := (yield from reader.content_until(_SECTION, _BEGIN, _SECTION_END)):
-            if mark != _BEGIN:
-                continue
-            yield from read_marked_call(reader, _BEGIN, _END, _SECTION_END, read=_read_call)
+        yield from read_section(reader, (_SECTION, _SECTION_END), (_BEGIN, _END), read=_read_call)
 
 
 def _read_call(reader: Reader, draft: CallDraft) -> Steps[None]:

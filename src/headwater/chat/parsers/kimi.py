@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from headwater.chat.call_draft import CallDraft, read_marked_call
+from headwater.chat.call_draft import CallDraft, read_section
 from headwater.chat.call_grammar import CallShape
 from headwater.chat.call_json import BadCall, checked_name
 from headwater.chat.call_object import read_named_call
@@ -19,8 +19,6 @@ _BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 
 @PARSERS.register
 class Kimi(CallFormat):
-    """The marks of a section are optional; those of a call are not."""
-
     template_marks = (_BEGIN, _ARGUMENTS)
 
     def shape(self, template: str) -> CallShape:
@@ -35,10 +33,7 @@ class Kimi(CallFormat):
         )
 
     def read(self, reader: Reader) -> Steps[None]:
-        while mark := (yield from reader.content_until(_SECTION, _BEGIN, _SECTION_END)):
-            if mark != _BEGIN:
-                continue
-            yield from read_marked_call(reader, _BEGIN, _END, _SECTION_END, read=_read_call)
+        yield from read_section(reader, (_SECTION, _SECTION_END), (_BEGIN, _END), read=_read_call)
 
 
 def _read_call(reader: Reader, draft: CallDraft) -> Steps[None]:

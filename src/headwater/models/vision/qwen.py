@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from headwater.core.media import MediaContent, MediaKind
 from headwater.models.upload import upload
 from headwater.models.vision.family import BlockShape, MediaFeatures
 from headwater.models.vision.frames import PatchMaker, fitted_size, frame_rate, size_of
-from headwater.models.vision.tables import tower_tables
 
 _TOKENS: dict[MediaKind, str] = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
 _TENSORS: dict[MediaKind, tuple[str, str]] = {
@@ -139,3 +144,37 @@ class QwenFamily:
         layers = output.deepstack_features if self._has_timestamps else []
         embeddings, *deep = (torch.split(each, sizes) for each in (output.pooler_output, *layers))
         return [MediaFeatures(each, tuple(layer[index] for layer in deep)) for index, each in enumerate(embeddings)]
+
+
+def tower_tables(visual: Any, grids: Tensor) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """What a tower derives from the grids of pictures: positions, windows, and where they begin. These are tensors, and
+    the sizes of the largest frame and window, by the names under which the tower's forward pass takes them.
+
+    The layers of transformers derive it in every pass from grids on the device, and wait for the device each time. Made
+    on the host and given to the tower, it costs one copy that nothing waits for.
+
+    ``grids`` is on the CPU, and so are the tensors.
+    """
+    merge = visual.spatial_merge_size
+    tensors = {
+        "position_ids": get_vision_position_ids(grids, merge),
+        "cu_seqlens": get_vision_cu_seqlens(grids),
+    }
+    largest = {"max_seqlen": _largest(tensors["cu_seqlens"])}
+    if hasattr(visual, "fullatt_block_indexes"):
+        sizes = {"spatial_merge_size": merge, "window_size": visual.window_size, "patch_size": visual.patch_size}
+        tensors["window_index"], tensors["cu_window_seqlens"] = get_vision_window_index(grids, **sizes)
+        largest["max_window_seqlen"] = _largest(tensors["cu_window_seqlens"])
+    if hasattr(visual, "pos_embed"):
+        tensors["interp_indices"], tensors["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    return tensors, largest
+
+
+def _largest(starts: Tensor) -> int:
+    return int(starts.diff().max())

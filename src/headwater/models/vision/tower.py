@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from headwater.core.media import MediaContent
 from headwater.models.vision.attention import use_window_attention
 from headwater.models.vision.family import MediaFeatures
-from headwater.models.vision.patch_projection import use_patch_projection
 from headwater.models.vision.processor import VisionProcessor
 
 
@@ -41,3 +41,24 @@ class VisionTower:
 
     def weights_changed(self) -> None:
         """Nothing is kept of the weights."""
+
+
+class PatchProjection(nn.Conv3d):
+    """The first layer of Qwen's towers, a convolution over patches as large as its kernel, as a product of matrices.
+
+    The libraries that compute convolutions need many times longer for it in half precision, and round float32 numbers
+    unless told not to. ``input`` is ``[patches, channels, frames, height, width]``. Names and shapes of the parameters
+    are those of the convolution.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        product = F.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return product[:, :, None, None, None]
+
+
+def use_patch_projection(model: Any) -> None:
+    """Replace the convolution over patches in the vision tower of ``model``. Other towers keep theirs."""
+    for name, module in model.named_modules():
+        # A class instead of a new module: parameters, hooks and whatever refers to the layer stay as they are.
+        if name.endswith("visual.patch_embed.proj") and type(module) is nn.Conv3d:
+            module.__class__ = PatchProjection

@@ -61,7 +61,7 @@ def code(
 
 
 _judges: dict[tuple[int, SandboxConfig, str, float], Judge] = {}
-"""The judges by process and settings. A forked process makes its own."""
+"""The judges by process and settings. A forked process makes its own. Their sandboxes end when the process does."""
 _judges_lock = threading.Lock()
 
 
@@ -80,13 +80,6 @@ def _service(config: SandboxConfig, url: str, time_limit_s: float) -> JudgingPla
     from headwater.rewards.programs.fusion import FusionSandbox  # its HTTP client takes long to import
 
     return FusionSandbox(url, config, longest_s=time_limit_s)
-
-
-def end_judge() -> None:
-    """End the sandboxes of this process. They also end when this process does."""
-    with _judges_lock:
-        while _judges:
-            _judges.popitem()[1].close()
 
 
 def _first(cases: Cases, count: int) -> Cases:

@@ -20,7 +20,7 @@ from headwater.data.pictures import import_pillow, open_picture
 from headwater.data.videos import MAX_FRAMES_PER_S, MIN_FRAMES_PER_S
 from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
 from headwater.serving.fields import Fields, is_integer
-from headwater.serving.pixels import MAX_REQUEST_PIXELS, MAX_VIDEO_PIXELS, PixelBudget
+from headwater.serving.media import MAX_REQUEST_PIXELS, MAX_VIDEO_PIXELS, PixelBudget
 
 UNKNOWN_MEDIA = "unknown_media"
 """The code of the answer to a request that refers to a content which the server does not have."""

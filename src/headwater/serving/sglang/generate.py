@@ -14,9 +14,8 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.requests import Grammar, ModelRequest, SamplingParams, StopReason
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields, check_name, checked_text, is_integer
-from headwater.serving.media import encode_media, expand_media, pixels_of_request, take_media
+from headwater.serving.media import PixelBudget, encode_media, expand_media, pixels_of_request, take_media
 from headwater.serving.output import OutputPiece, TextRules, token_text
-from headwater.serving.pixels import PixelBudget
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import GuideFields, checked_params, read_min_p, read_stops, sample_keys
 

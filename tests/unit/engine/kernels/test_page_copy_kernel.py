@@ -6,17 +6,17 @@ import pytest
 import torch
 from engine.kernels.support import DEVICE, HALF, randn
 
-from headwater.engine.kernels import page_copy
+from headwater.engine.kernels import paging
 
 
 @pytest.mark.parametrize(("heads", "tokens", "head_dim"), [(3, 16, 32), (2, 8, 5)])
 def test_copied_pages_are_equal_and_others_stay(heads, tokens, head_dim, monkeypatch):
-    monkeypatch.setattr(page_copy, "_BLOCK", 512)
-    monkeypatch.setattr(page_copy, "_MAX_PAGES", 2)
+    monkeypatch.setattr(paging, "_COPY_BLOCK", 512)
+    monkeypatch.setattr(paging, "_MAX_PAGES", 2)
     before = randn(2, 2, 9, heads, tokens, head_dim, dtype=HALF)
     storage = before.clone()
     sources, targets = torch.tensor([1, 1, 6], device=DEVICE), torch.tensor([4, 8, 0], device=DEVICE)
-    page_copy.copy_pages(storage, sources, targets)
+    paging.copy_pages(storage, sources, targets)
     expected = before.clone()
     expected[:, :, targets] = before[:, :, sources]
     assert torch.equal(storage, expected)

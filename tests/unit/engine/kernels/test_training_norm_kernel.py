@@ -6,7 +6,7 @@ import torch
 from cases import case
 from engine.kernels.support import HALF, randn
 
-from headwater.models.norm_kernels import add_and_norm
+from headwater.learner.norm_kernels import add_and_norm
 
 
 def reference(residual, product, weight, eps):

@@ -11,9 +11,9 @@ from learner.test_packing import batch
 
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
+from headwater.learner.wide_layers import widen_layers
 from headwater.models import precision
 from headwater.models.precision import has_wide_logits, is_wide, wide_linear
-from headwater.models.wide_layers import widen_layers
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3")
 

@@ -12,14 +12,19 @@ from learner.test_packing import batch
 from torch import nn
 
 from headwater.config.schema import LoraConfig
+from headwater.learner.joined_kernels import gated, rotated_heads
+from headwater.learner.joined_layers import (
+    _plain_gated,
+    _plain_heads,
+    join_projections,
+    joined,
+    joined_linear,
+    joined_weights,
+)
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
 from headwater.learner.working_copies import WorkingCopies
-from headwater.models.gated_kernels import gated
-from headwater.models.joined_layers import _plain_gated, _plain_heads, join_projections, joined_weights
-from headwater.models.joined_linear import joined, joined_linear
-from headwater.models.rotary_kernels import rotated_heads
 
 
 def gradients_of(function, *leaves: torch.Tensor) -> list[torch.Tensor]:

@@ -1,7 +1,9 @@
-"""Queries, keys and values for training on CUDA, from one product: separated, and rotated where they need to be.
+"""What is between joined products (``joined_layers``), for training on CUDA.
 
-``rotated_heads`` rotates in float32 and rounds once. Its backward pass writes the gradients of all three into one
-tensor, for the products that follow.
+``rotated_heads`` separates queries, keys and values that one product has computed, and rotates the first two in
+float32, rounded once. ``gated`` computes ``silu(gate) * up`` of ``[tokens, 2 * width]``, gate first. SiLU is rounded
+before it is multiplied, as in the layers of transformers and in the engine. Each backward pass writes all its gradients
+into one tensor, for the products that follow.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 _WARPS = 4
+_BLOCK = 1024
 
 
 @triton.jit
@@ -82,7 +85,7 @@ class _RotatedHeads(torch.autograd.Function):
         joined, cos, sin = joined.contiguous(), cos.contiguous(), sin.contiguous()
         query = joined.new_empty(num_tokens, num_heads, head_dim)
         key, value = (joined.new_empty(num_tokens, num_kv_heads, head_dim) for _ in range(2))
-        _launch(joined, query, key, value, cos, sin, is_backward=False)
+        _launch_rotation(joined, query, key, value, cos, sin, is_backward=False)
         ctx.save_for_backward(cos, sin)
         return query, key, value
 
@@ -91,11 +94,11 @@ class _RotatedHeads(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         query, key, value = (each.contiguous() for each in gradients)
         joined = query.new_empty(len(query), (query.shape[1] + 2 * key.shape[1]) * query.shape[2])
-        _launch(joined, query, key, value, cos, sin, is_backward=True)
+        _launch_rotation(joined, query, key, value, cos, sin, is_backward=True)
         return joined, None, None, None, None
 
 
-def _launch(
+def _launch_rotation(
     joined: Tensor, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, *, is_backward: bool
 ) -> None:
     num_tokens, num_heads, head_dim = query.shape
@@ -127,3 +130,63 @@ def rotated_heads(
     """
     query, key, value = _RotatedHeads.apply(joined, cos, sin, num_heads, num_kv_heads)
     return query, key, value
+
+
+@triton.jit
+def _gate(gate_up, result, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    place = gate_up + row * (2 * SIZE) + columns
+    gate = tl.load(place, mask=mask, other=0.0)
+    up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    activated = (wide * tl.sigmoid(wide)).to(gate.dtype).to(tl.float32)
+    tl.store(result + row * SIZE + columns, (activated * up).to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def _gate_backward(gate_up, upstream, gradient, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    offset = row * (2 * SIZE) + columns
+    gate = tl.load(gate_up + offset, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + offset + SIZE, mask=mask, other=0.0).to(tl.float32)
+    given = tl.load(upstream + row * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    activated = gate * share
+    of_gate = given * up * (share + activated * (1.0 - share))
+    tl.store(gradient + offset, of_gate.to(gradient.dtype.element_ty), mask=mask)
+    tl.store(gradient + offset + SIZE, (given * activated).to(gradient.dtype.element_ty), mask=mask)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        *shape, width = gate_up.shape
+        result = torch.empty((*shape, width // 2), dtype=gate_up.dtype, device=gate_up.device)
+        ctx.save_for_backward(gate_up)
+        _launch_gate(_gate, gate_up, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gradient = torch.empty_like(gate_up)
+        _launch_gate(_gate_backward, gate_up, gradients[0].contiguous(), gradient)
+        return gradient
+
+
+def _launch_gate(kernel: Any, gate_up: Tensor, *others: Tensor) -> None:
+    size = gate_up.shape[-1] // 2
+    num_rows = gate_up.numel() // (2 * size)
+    if num_rows:
+        kernel[(num_rows, triton.cdiv(size, _BLOCK))](gate_up, *others, SIZE=size, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up``, in the type of ``gate_up``."""
+    result: Tensor = _Gated.apply(gate_up)
+    return result

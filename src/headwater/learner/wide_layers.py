@@ -69,7 +69,7 @@ def _deferring_forward(layer: Any, hidden_states: _Stream, **options: Any) -> tu
 
 
 def _add_and_norm(norm: Any, stream: _Stream) -> tuple[Tensor, Tensor]:
-    from headwater.models.norm_kernels import add_and_norm  # needs Triton
+    from headwater.learner.norm_kernels import add_and_norm  # needs Triton
 
     residual, product = stream if isinstance(stream, tuple) else (stream, None)
     return add_and_norm(residual, product, norm.weight, norm.variance_epsilon)

@@ -16,9 +16,8 @@ from transformers import Gemma3TextConfig, LlamaConfig, MixtralConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP
 
 from headwater.config.schema import LearnerConfig
-from headwater.learner import ranks
-from headwater.models import fused_layers
-from headwater.models.fused_layers import use_fused_layers
+from headwater.learner import fused_layers, ranks
+from headwater.learner.fused_layers import use_fused_layers
 
 
 @pytest.fixture
