@@ -2,7 +2,8 @@
 
     python benchmarks/planner_accuracy.py [--out benchmarks/results/planner_accuracy.json]
 
-Three comparisons. (1) The cost formulas against every rate that was recorded on an H200. (2) Simulated runs against
+Three comparisons. (1) The cost formulas against the records from an H200 that they were fitted to, the newest of each
+benchmark, and against whole steps. (2) Simulated runs against
 the recorded runs of ``async_vs_sync.py``: the speed of the engine and of the learner are taken from the run at
 staleness 1, and the runs at 2, 4 and 8 are predicted. (3) The shape of tokens/s by staleness against the figures in
 AReaL's paper (Fu et al., 2025). Their cluster is not ours, so only the shape is compared: all rates relative to
@@ -53,27 +54,39 @@ def row(what: str, predicted: float, measured: float) -> dict[str, Any]:
 
 def of_formulas() -> list[dict[str, Any]]:
     rows = []
-    for file, name in (("gpu_rollout_qwen.json", "qwen2.5-1.5b"), ("gpu_rollout_smollm2.json", "smollm2-135m")):
-        for case in read(file)["results"]:
-            count, length = (int(part) for part in case["case"].split("x"))
-            for backend, key in (("embedded", "engine_tokens_per_s"), ("vllm", "vllm_tokens_per_s")):
-                rate = decode_rate(name, count, length, case["prompt_tokens"], backend)
-                rows.append(row(f"{name}, {backend}, {case['case']}, tokens/s", rate, case[key]))
+    for (name, backend, case_name), (prompt, measured) in decode_records().items():
+        count, length = (int(part) for part in case_name.split("x"))
+        rate = decode_rate(name, count, length, prompt, backend)
+        rows.append(row(f"{name}, {backend}, {case_name}, tokens/s", rate, measured))
     for file, case_name, name, training in (
-        ("train_step_qwen2.5-1.5b_h200.json", "packed", "qwen2.5-1.5b", Training()),
-        ("gpu_train_step_packed.json", "packed", "qwen2.5-1.5b", Training()),
+        ("gpu_train_step_packed_5c7a5498.json", "packed", "qwen2.5-1.5b", Training()),
         ("train_step_qwen2.5-7b_h200.json", "lora", "qwen2.5-7b",
          Training(is_checkpointed=True, is_lora=True, microbatch_tokens=8192)),
         ("train_step_qwen2.5-7b_h200.json", "full_offload", "qwen2.5-7b",
          Training(is_checkpointed=True, offloads_optimizer=True, microbatch_tokens=8192)),
     ):  # fmt: skip
-        measured = next(each for each in read(file)["rows"] if each["case"] == case_name)
+        trained = next(each for each in read(file)["rows"] if each["case"] == case_name)
         costs = roofline_costs(SHAPES[name], H200, training, num_learner_gpus=1, context=400)
         rows.append(row(f"{name}, train, {case_name}, tokens/s", 1 / costs.learner.train_per_token_s,
-                        measured["train_tokens_per_s"]))  # fmt: skip
+                        trained["train_tokens_per_s"]))  # fmt: skip
         memory = training.learner_bytes(SHAPES[name], 1) / GIB
-        rows.append(row(f"{name}, train, {case_name}, peak GiB", memory, measured["peak_gib"]))
+        rows.append(row(f"{name}, train, {case_name}, peak GiB", memory, trained["peak_gib"]))
     return [*rows, *of_whole_steps()]
+
+
+def decode_records() -> dict[tuple[str, str, str], tuple[int, float]]:
+    """The tokens of a prompt and the tokens/s of every shape, backend and case, each from its newest record."""
+    found = {}
+    for file, name in (
+        ("gpu_rollout_qwen.json", "qwen2.5-1.5b"),
+        ("gpu_rollout_qwen_alone.json", "qwen2.5-1.5b"),  # newer, without vLLM and without 1024x512
+        ("gpu_rollout_smollm2.json", "smollm2-135m"),
+    ):
+        for case in read(file)["results"]:
+            for backend, key in (("embedded", "engine_tokens_per_s"), ("vllm", "vllm_tokens_per_s")):
+                if case[key]:
+                    found[name, backend, case["case"]] = case["prompt_tokens"], case[key]
+    return found
 
 
 def decode_rate(name: str, count: int, length: int, prompt: int, backend: str) -> float:
@@ -83,20 +96,27 @@ def decode_rate(name: str, count: int, length: int, prompt: int, backend: str) -
 
 
 def of_whole_steps() -> list[dict[str, Any]]:
-    """A colocated GRPO step of the 1.5B model: 32 prompts, 8 samples, 512 tokens."""
-    measured = list(read("gpu_steps_before_after.json")["colocated_512_tokens"].values())[-1]
-    workload = Workload(
-        num_prompts=32, num_samples=8, prompt_tokens=120, lengths=Lengths(np.full((1, 8), 512), "fixed")
-    )
-    shape = SHAPES["qwen2.5-1.5b"]
-    costs = roofline_costs(shape, H200, Training(), num_learner_gpus=1, context=380, weight_transfer="")
-    predicted = simulate(workload, costs, 1, num_steps=3)
-    parts = (("step", predicted.step_s, "step_s"), ("train", predicted.train_s, "train_s"),
-             ("generate", predicted.wait_s, "generate_s"), ("publish", predicted.publish_s, "publish_s"))  # fmt: skip
-    return [
-        row(f"qwen2.5-1.5b, colocated step, {what}, ms", 1e3 * value, 1e3 * sum(measured[key]) / len(measured[key]))
-        for what, value, key in parts
-    ]
+    """Colocated steps of 32 prompts, 8 samples and 512 tokens: a run of the 1.5B model, and the parts of a 7B step."""
+    run = read("gpu_end_to_end.json")["sides"]["headwater"]
+    small = {"step": run["step_s"], **{part: run["stages"][part] for part in ("train", "generate", "publish")}}
+    last = read("gpu_hybrid_step_7b.json")["rows"][0]["steps"][-1]
+    large = {part: last[f"{part}_s"] for part in ("train", "generate", "publish")}  # it has no training loop
+    rows = []
+    for name, prompt, training, measured in (
+        ("qwen2.5-1.5b", 122, Training(), small),
+        ("qwen2.5-7b", 128, Training(is_checkpointed=True), large),
+    ):
+        workload = Workload(
+            num_prompts=32, num_samples=8, prompt_tokens=prompt, lengths=Lengths(np.full((1, 8), 512), "fixed")
+        )
+        costs = roofline_costs(SHAPES[name], H200, training, num_learner_gpus=1, context=380, weight_transfer="")
+        told = simulate(workload, costs, 1, num_steps=3)
+        predicted = {
+            "step": told.step_s, "train": told.train_s, "generate": told.wait_s, "publish": told.publish_s,
+        }  # fmt: skip
+        rows += [row(f"{name}, colocated step, {part}, ms", 1e3 * predicted[part], 1e3 * seconds)
+                 for part, seconds in measured.items()]  # fmt: skip
+    return rows
 
 
 # 2. Runs on this machine's cores

@@ -3,7 +3,8 @@
     python benchmarks/ray_overhead.py --out benchmarks/results/cpu_ray_overhead.json
 
 Every way is a separate ``headwater train``, and the ways take turns. The median step and its parts come from the
-metrics of the runs, without the first two steps; ``start`` is the time from the command to the first step. With the
+metrics of the runs, without the first two steps; ``start`` is the time from the command to the first step. The warm
+start of the recipe is a part of it: without it, all rewards of a group are equal, and nothing is trained. With the
 same number of learner ranks and servers, the difference between `child process` and `ray` is what Ray costs: batches
 and weights through its object store, and calls of actors. The record also has the load of the machine: other programs
 make all times longer, and those of ways with more processes most.
@@ -35,6 +36,7 @@ WAYS = {
     "ray, 2 ranks and 2 servers": [*RAY, *SEPARATE, "cluster.learner.num_ranks=2", "rollout.launch.num_servers=2"],
 }
 PARTS = ("step", "wait", "experience", "train", "publish", "record")
+"""Of a step; ``train`` is the update."""
 NUM_SKIPPED = 2
 
 
@@ -70,7 +72,7 @@ def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
 
 def measured(settings: list[str], steps: int, folder: Path) -> tuple[float, list[dict[str, Any]]]:
     """Seconds to the first step, and the metrics of the steps that count."""
-    fixed = [f"run.root={folder}", f"trainer.total_steps={steps}", "warm_start.num_steps=0"]
+    fixed = [f"run.root={folder}", f"trainer.total_steps={steps}"]
     fixed += ["eval.before=false", "eval.after=false", "eval.every_steps=0", "trainer.save_rollouts_every_steps=0"]
     command = [sys.executable, "-m", "headwater.cli.main", "train", "quickstart", *fixed, *settings]
     began = time.time()

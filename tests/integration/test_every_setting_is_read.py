@@ -88,7 +88,7 @@ UNIT = "tests/unit"
 READ_ELSEWHERE = {
     f"{UNIT}/backends/test_choice.py": (
         "rollout.launch.num_servers", "rollout.launch.devices", "rollout.launch.tensor_parallel", "rollout.device",
-        "rollout.weight_transfer", "rollout.weight_encoding", "rollout.weight_folder",
+        "rollout.weight_transfer", "rollout.weight_link", "rollout.weight_encoding", "rollout.weight_folder",
     ),
     f"{UNIT}/backends/test_vllm.py": (
         "rollout.server_timeout_s", "rollout.launch.python", "rollout.launch.args",

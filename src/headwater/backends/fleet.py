@@ -12,6 +12,7 @@ from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsM
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import InferenceEngine
+from headwater.models.device import resolve_device
 
 Start = Callable[[], InferenceEngine]
 
@@ -23,6 +24,7 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     if not rollout.is_separate and not context.places:
         engine: InferenceEngine = backend.from_context(context)
         return engine
+    check_weight_link(context.config)
     num_servers = len(rollout.servers) or len(context.places) or rollout.launch.count
     context = replace(context, is_one_of_many=num_servers > 1)
     if rollout.servers:
@@ -60,6 +62,38 @@ def devices_of_servers(config: Config) -> list[tuple[str, ...]]:
     # Resolved here, so that a device that does not exist is reported before a server starts.
     devices = [engine_device(each, config.model.device, place)[0] for place, each in enumerate(wanted)]
     return [tuple(devices[first : first + size]) for first in range(0, len(devices), size)]
+
+
+def check_weight_link(config: Config) -> None:
+    """Refuse ``rollout.weight_link=nccl`` if a learner rank and a server, or two servers, would share a GPU.
+
+    Of servers that run already the GPUs are not known; NCCL then names the GPU when the group is joined. In a Ray
+    cluster, ``cluster.resources`` checks this.
+    """
+    if config.rollout.weight_link != "nccl" or config.cluster.kind != "local":
+        return
+    told, remedy = "rollout.weight_link = nccl", "use rollout.weight_link=gloo"
+    if resolve_device(config.model.device).type != "cuda":
+        raise ConfigError(
+            [f"{told}: NCCL sends from GPU to GPU, and the learner uses none (no CUDA device is available); {remedy}"]
+        )
+    devices = [] if config.rollout.servers else [each for server in devices_of_servers(config) for each in server]
+    problems = []
+    if "cpu" in devices:
+        problems.append(f"{told}: NCCL sends from GPU to GPU, and a server would run on the CPU; {remedy}")
+    shared = sorted({each for each in devices if each != "cpu" and engine_device(each, config.model.device)[1]})
+    if shared:
+        problems.append(
+            f"{told}: NCCL needs a separate GPU for every learner rank and every server, and a server would share "
+            f"{', '.join(shared)} with the learner; {remedy}, or name other GPUs in rollout.launch.devices"
+        )
+    if twice := sorted({each for each in devices if devices.count(each) > 1 and each not in ("cpu", *shared)}):
+        problems.append(
+            f"{told}: NCCL needs a separate GPU for every server, and several would share {', '.join(twice)}; "
+            f"{remedy}, or lower rollout.launch.num_servers"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _launcher(backend: Any, name: str) -> Callable[[BackendContext, Sequence[str]], InferenceEngine]:

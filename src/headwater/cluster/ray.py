@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from headwater.backends import ServerPlace
-from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shares_learner, shortages
+from headwater.cluster.resources import (
+    Need,
+    Node,
+    Room,
+    needs_of,
+    num_servers,
+    shares_learner,
+    shortages,
+    without_gpus,
+)
 from headwater.config.paths import looks_like_folder, with_absolute_paths
 from headwater.config.schema import Config, WeightTransfer
 from headwater.config.server_checks import backend_traits
@@ -336,7 +345,7 @@ def _checked_needs(config: Config, wait_s: float) -> list[Need]:
     def are_there() -> bool:
         nodes = _nodes()
         needs[:] = needs_of(config, has_gpus=any(node.room.gpus for node in nodes))
-        problems[:] = shortages(needs, nodes)
+        problems[:] = shortages(needs, nodes) or without_gpus(config, needs)
         return not problems
 
     condition = threading.Condition()

@@ -156,6 +156,19 @@ def shortages(needs: Sequence[Need], nodes: Sequence[Node]) -> list[str]:
     return problems
 
 
+def without_gpus(config: Config, needs: Sequence[Need]) -> list[str]:
+    """Why ``rollout.weight_link = nccl`` does not work with these actors. Ray gives each of the others its own GPU."""
+    if config.rollout.weight_link != "nccl":
+        return []
+    without = [need.what for need in needs if need.what in ("learner ranks", "rollout servers") and not need.each.gpus]
+    if not without:
+        return []
+    return [
+        f"rollout.weight_link = nccl: NCCL sends from GPU to GPU, and the {' and '.join(without)} of this cluster have "
+        "no GPUs; use rollout.weight_link=gloo, or add nodes with GPUs"
+    ]
+
+
 def _shortage(need: Need, nodes: Sequence[Node]) -> str:
     able = [node for node in nodes if need.fits(node)]
     wanted = f"{need.key} = {need.count}: {need.count} {need.what} need {need.each} each"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, ServerUrl, Within
 
 WeightTransfer = Literal["shared_memory", "file", "collective", "cuda_ipc"]
+WeightLink = Literal["gloo", "nccl"]
 WeightEncoding = Literal["plain", "delta"]
 
 
@@ -90,6 +91,9 @@ class RolloutConfig:
     """How new weights reach servers: `shared_memory` or `cuda_ipc` (they stay on the GPU) on this machine, through a
     `file`, or `collective`: the ranks send their parts over the network. `auto` takes the first that works, but
     never cuda_ipc."""
+    weight_link: WeightLink = "gloo"
+    """With weight_transfer=collective: what carries the weights. `gloo` sends from main memory and works on every
+    machine; `nccl` sends from GPU to GPU, with a separate GPU for every learner rank and every server."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""

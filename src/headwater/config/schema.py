@@ -13,6 +13,7 @@ from headwater.config.cluster_schema import ClusterConfig
 from headwater.config.constraints import AtLeast, Extension, LessThan, MoreThan, NotEmpty, PlainName, Within
 from headwater.config.rollout_schema import RewardConfig, RolloutConfig, SandboxConfig, ToolsConfig
 from headwater.config.rollout_schema import WeightEncoding as WeightEncoding
+from headwater.config.rollout_schema import WeightLink as WeightLink
 from headwater.config.rollout_schema import WeightTransfer as WeightTransfer
 from headwater.config.training_schema import CriticConfig, EvalConfig, LoraConfig, ReferenceConfig
 from headwater.config.training_schema import Schedule as Schedule

@@ -216,6 +216,33 @@ def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]
         )
 
 
+def weight_link_has_gpus(config: Config, layers: Layers) -> Iterator[Clash]:
+    """``backends.fleet`` and ``cluster.resources`` check what depends on the GPUs of the machines."""
+    rollout, key = config.rollout, "rollout.weight_link"
+    if rollout.weight_link == "gloo":
+        return
+    remedy = "or set it back to 'gloo'"
+    if config.cluster.kind == "ray" and not rollout.is_separate:
+        yield Clash(
+            (key, "rollout.placement"),
+            "a colocated server shares the GPU of a learner rank, and NCCL needs a separate GPU for each; use "
+            f"rollout.placement=disaggregated, {remedy}",
+        )
+        return
+    if not (rollout.is_separate and chosen_transfer(config) == "collective"):
+        yield Clash(
+            (key, "rollout.weight_transfer"),
+            f"only rollout.weight_transfer=collective to servers uses a link; use it, {remedy}",
+        )
+        return
+    used = {"model.device": [config.model.device]}
+    if not rollout.servers:
+        used |= {"rollout.device": [rollout.device], "rollout.launch.devices": list(rollout.launch.devices)}
+    for other, devices in used.items():
+        if "cpu" in devices:
+            yield Clash((key, other), f"NCCL sends from GPU to GPU, and {other} names the CPU; use GPUs, {remedy}")
+
+
 def weight_encoding_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout = config.rollout
     if rollout.weight_encoding == "plain":
@@ -337,6 +364,7 @@ SERVER_CHECKS: tuple[Check, ...] = (
     weight_transfer_works,
     weight_folder_is_read,
     update_order_is_read,
+    weight_link_has_gpus,
     weight_encoding_is_read,
     server_limits_are_read,
     adapters_can_be_published,

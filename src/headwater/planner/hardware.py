@@ -1,7 +1,8 @@
 """Costs from first principles: the shape of a model, the rates of a GPU, and how much of them Headwater reaches.
 
 The rates of the H200 are measured; the constants below name the file in ``benchmarks/results`` that each comes from.
-``benchmarks/planner_accuracy.py`` compares the formulas with every recorded measurement.
+Where a benchmark was run several times, they are fitted to the newest record. ``benchmarks/planner_accuracy.py``
+compares the formulas with these records.
 """
 
 from __future__ import annotations
@@ -148,22 +149,25 @@ GPUS = {
     "a100": Gpu("a100", 79 * GIB, 785e12 * 312 / 989, 4.12e12 * 2.0 / 4.8),
 }
 
-TRAIN_EFFICIENCY = 0.54
-"""Of the products that a training step computes, recomputation included: train_step_qwen2.5-1.5b_h200.json (packed)
-and train_step_qwen2.5-7b_h200.json (lora)."""
-FORWARD_EFFICIENCY = 0.65
-"""Of a pass without gradients: the same files, logprobs_utilisation."""
+TRAIN_EFFICIENCY = 0.64
+"""Of the products that a training step computes, recomputation included: gpu_train_step_packed_5c7a5498.json. The 7B
+model reaches 0.74 with all weights (gpu_hybrid_step_7b.json), and with LoRA 0.55, in an older record
+(train_step_qwen2.5-7b_h200.json)."""
+FORWARD_EFFICIENCY = 0.66
+"""Of a pass without gradients: logprobs_utilisation in gpu_train_step_packed_5c7a5498.json."""
 PREFILL_EFFICIENCY = 0.85
 """gpu_group_prefill.json: 30,720 tokens of a 1.5B model in 136 ms."""
-_LAYER_S = 28e-6
-"""Launching and running the small kernels of a layer in a decode step: gpu_rollout_qwen.json and
-gpu_rollout_smollm2.json, what is left of a step after weights, products, keys and values."""
-_SEQUENCE_S = 0.9e-6
+_LAYER_S = 33e-6
+"""Launching and running the small kernels of a layer in a decode step: what is left of a step after weights, products,
+keys and values. Fitted, with the next one, to gpu_rollout_qwen_alone.json, gpu_rollout_qwen.json (1024x512) and
+gpu_rollout_smollm2.json: the largest error is 7%."""
+_SEQUENCE_S = 0.6e-6
 """Per sequence in a step, from the same files."""
-_VLLM_STEP_S, _VLLM_SEQUENCE_S = 1.3e-3, 37e-6
-"""As the two above, for vLLM 0.23, from the same files. It was limited by its host's processor."""
+_VLLM_STEP_S, _VLLM_SEQUENCE_S = 1.15e-3, 37e-6
+"""What vLLM 0.23 takes longer per step, and per sequence: gpu_rollout_qwen.json and gpu_rollout_smollm2.json. It was
+limited by its host's processor."""
 _PUBLISH_S = 0.05
-"""What a publish takes besides sending: gpu_steps_before_after.json."""
+"""What a publish to a server takes besides sending: gpu_steps_before_after.json, disaggregated."""
 
 
 @dataclass(frozen=True)
@@ -188,14 +192,14 @@ TRANSFERS = {
 """By ``rollout.weight_transfer``. The shares are milliseconds of the pause / of the update in
 gpu_weight_transfer_0.5b.json, to one server on the learner's own GPU; the rates are from there too, except that of
 shared_memory: gpu_steps_before_after.json, disaggregated, 3.1 GB in 0.5 s. To two servers, collective had 0.46 GB/s."""
-_MEMORY_RATE, _MEMORY_PAUSE_S = 15e9, 0.006
-"""An engine in the learner's process: gpu_steps_before_after.json, colocated, 0.2 to 0.3 s, and
-gpu_weight_swap_publish_256.json."""
+_MEMORY_RATE, _MEMORY_PAUSE_S = 25e9, 0.006
+"""An engine in the learner's process: 0.10 s for 3.1 GB in gpu_end_to_end.json and 0.66 s for 15.2 GB in
+gpu_hybrid_step_7b.json; the pause is from gpu_weight_swap_publish_256.json."""
 GPUS_PER_MACHINE = 8
 """With more than these, weights are sent to other machines."""
-_STEP_S, _STEP_TOKEN_S = 0.2, 0.08e-6
-"""gpu_steps_before_after.json: what is left of a step of 256 episodes; batch_assembly.json: the main thread's part, in
-which the GPUs of the learner wait. The second is the work of one thread, whatever the number of GPUs."""
+_STEP_S, _STEP_TOKEN_S = 0.17, 0.08e-6
+"""gpu_end_to_end.json: what is left of a step of 256 episodes; batch_assembly.json: the main thread's part, in which
+the GPUs of the learner wait. The second is the work of one thread, whatever the number of GPUs."""
 RANKS_EFFICIENCY = 0.9
 """Assumed, not measured: what several learner ranks reach of their number."""
 TENSOR_EFFICIENCY = 0.85
@@ -204,9 +208,9 @@ _WEIGHTS_SHARE = 0.6
 """The most of a server's memory that weights may take; the rest is for the KV cache."""
 _CACHE_SHARE = 0.85
 """``engine.memory_fraction`` of a server."""
-_ACTIVATIONS, _ACTIVATIONS_CHECKPOINTED = 55.0, 11.0
-"""Bytes per token of a micro-batch, layer and unit of the hidden size: peak_gib of the two train_step files, less the
-states of the parameters."""
+_ACTIVATIONS, _ACTIVATIONS_CHECKPOINTED = 72.0, 11.0
+"""Bytes per token of a micro-batch, layer and unit of the hidden size: peak_gib of gpu_train_step_packed_5c7a5498.json
+and of train_step_qwen2.5-7b_h200.json, less the states of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ def roofline_costs(
     weights = 2.0 * shape.num_parameters
     flops_s = 1 / (gpu.flops * learner)
     transfer = TRANSFERS[weight_transfer] if weight_transfer else None
-    publish_s = _PUBLISH_S + weights / (transfer.rate if transfer else _MEMORY_RATE)
+    publish_s = _PUBLISH_S + weights / transfer.rate if transfer else weights / _MEMORY_RATE
     free = _CACHE_SHARE * (gpu.memory_bytes * num_server_gpus - weights)
     return Costs(
         generation=GenerationCosts(

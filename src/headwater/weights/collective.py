@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from headwater.config.schema import WeightLink
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, TransferLost, WaitTimeout, WeightsError, WeightsIncomplete
 from headwater.core.parcels import DirectSend, Encoding, Parcel, RankedSource, SendOrder, SendReport
@@ -30,7 +31,7 @@ from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall
-from headwater.weights.links import chosen_backend, host_store, own_address
+from headwater.weights.links import host_store, own_address
 from headwater.weights.pieces import PieceSender
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,10 @@ class CollectiveTransport:
 
     survives_restart = False
 
-    def __init__(self, dtype: torch.dtype, encoding: Encoding = "plain") -> None:
+    def __init__(self, dtype: torch.dtype, encoding: Encoding = "plain", link: WeightLink = "gloo") -> None:
         self._dtype = dtype
         self._encoding: Encoding = encoding
+        self._link: WeightLink = link
         self.joined: tuple[str, str] | None = None
         """The engine's process and the group that it has joined."""
 
@@ -67,7 +69,8 @@ class CollectiveTransport:
             direct = DirectSend(StreamSource(update))
         with _meeting:
             if direct.rendezvous is None:
-                direct.rendezvous = Rendezvous(direct, update.version, _DTYPE_NAMES[self._dtype], self._encoding)
+                dtype = _DTYPE_NAMES[self._dtype]
+                direct.rendezvous = Rendezvous(direct, update.version, dtype, self._encoding, self._link)
         direct.rendezvous.take_part(_Member(self, channel, mode))
 
     def close(self) -> None:
@@ -147,12 +150,13 @@ class _Member:
 class Rendezvous:
     """Where the engines of one update meet. The thread that brings the last one sends to all of them."""
 
-    def __init__(self, direct: DirectSend, version: int, dtype: str, encoding: Encoding) -> None:
+    def __init__(self, direct: DirectSend, version: int, dtype: str, encoding: Encoding, link: WeightLink) -> None:
         self._direct = direct
         self._learner: RankedSource = direct.learner
         self._version = version
         self._dtype = dtype
         self._encoding = encoding
+        self._link = link
         self._changed = threading.Condition()
         self._members: list[_Member] = []
         self._has_begun = False
@@ -265,7 +269,7 @@ class Rendezvous:
             port,
             len(members),
             self._dtype,
-            backend=chosen_backend(),
+            backend=self._link,
             bucket_bytes=BUCKET_BYTES,
             limit_s=LIMIT_S,
             encoding=self._encoding,

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import BroadcastOptions
 
+from headwater.config.schema import WeightLink
 from headwater.core.errors import WeightsError
 
-BACKENDS = ("gloo", "nccl")
+BACKENDS: tuple[WeightLink, ...] = get_args(WeightLink)
 _POLL_S = 0.0005
 _LEAVE_S = 2.0
 
@@ -62,8 +64,6 @@ def host_store(host: str) -> TCPStore:
     return store
 
 
-BACKEND_VARIABLE = "HEADWATER_WEIGHTS_BACKEND"
-"""``nccl`` sends from GPU to GPU instead of through main memory."""
 HOST_VARIABLE = "HEADWATER_WEIGHTS_HOST"
 """The address under which engines and ranks reach the trainer, if it is not the one that this machine uses itself."""
 
@@ -79,14 +79,6 @@ def own_address(peer: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise WeightsError(f"{peer}: this machine has no route to it ({error}); check the engine's address") from error
-
-
-def chosen_backend() -> str:
-    """gloo, unless the environment asks for NCCL, which needs a separate GPU for every rank and engine."""
-    told = os.environ.get(BACKEND_VARIABLE, BACKENDS[0])
-    if told not in BACKENDS:
-        raise WeightsError(f"{BACKEND_VARIABLE} = {told}: must be one of {', '.join(BACKENDS)}")
-    return told
 
 
 class Pending(Protocol):
@@ -108,6 +100,10 @@ class Link:
     def device(self) -> torch.device:
         """Where tensors are sent from and arrive: main memory, or the current GPU for NCCL."""
         return torch.device("cuda" if self._meeting.backend == "nccl" else "cpu")
+
+    def device_for(self, tensor: torch.Tensor) -> torch.device:
+        """Where a tensor must be to be sent: as ``device``, but on a GPU that has it already, it stays."""
+        return tensor.device if self.device.type == tensor.device.type else self.device
 
     @classmethod
     def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:
@@ -138,8 +134,8 @@ class Link:
         options.rootRank = 0
         try:
             return _Work(group.broadcast([tensor], options), self._meeting)
-        except RuntimeError as error:
-            raise _lost(error) from error
+        except (RuntimeError, ValueError) as error:
+            raise _failure(error) from error
 
     def close(self) -> None:
         """Leave the group. The other members' operations fail at once."""
@@ -166,7 +162,7 @@ class _Work:
                 self._poll()
             self.work.wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _failure(error) from error
 
     def _poll(self) -> None:
         """NCCL waits for a member that has ended without a limit."""
@@ -201,9 +197,21 @@ def _release(holder: list[Any]) -> None:
     holder.clear()
 
 
-def _lost(error: Exception) -> WeightsError:
-    return WeightsError(f"weights: a member of the group has ended or does not answer ({_first_line(error)})")
+_LOST = re.compile(
+    r"clos(ed|ure)|reset by peer|broken pipe|connection refused|time[d ]? ?out|remote process|aborted|failed to recv",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the store say if another member has ended or is silent."""
+
+
+def _failure(error: Exception) -> WeightsError:
+    """Tell the end of another member from an operation that this one was refused, such as two members on one GPU."""
+    if not isinstance(error, ValueError) and _LOST.search(str(error)):
+        return WeightsError(f"weights: a member of the group has ended or does not answer ({_first_line(error)})")
+    return WeightsError(f"weights: the tensor cannot be sent or received over the group ({_first_line(error)})")
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Of NCCL's errors, the line that says what is wrong; the first one only has a place in torch's source."""
+    text = str(error).strip()
+    return (text.partition("Last error:\n")[2] or text).partition("\n")[0]

@@ -119,8 +119,8 @@ class PieceSender:
         assert self._link is not None, "a member of a group has a link"
         if encoding == "plain":
             return [self._link.broadcast(data)]
-        message = self._delta.encode(number, data, itemsize)
-        size = torch.tensor([len(message)])
+        message = self._delta.encode(number, data, itemsize).to(data.device)  # NCCL sends only from a GPU
+        size = torch.tensor([len(message)], device=data.device)
         return [_Held(self._link.broadcast(size), size), _Held(self._link.broadcast(message), message)]
 
     def close(self) -> None:
@@ -189,8 +189,6 @@ class GroupMember:
 
     group: str
     links: list[Link]
-    device: torch.device
-    """Where weights arrive: main memory, or the engine's GPU for NCCL."""
     delta: DeltaReader
 
     @classmethod
@@ -205,8 +203,7 @@ class GroupMember:
             for link in links:
                 link.close()
             raise
-        device = torch.device("cuda", torch.cuda.current_device()) if order.backend == "nccl" else torch.device("cpu")
-        return cls(order.group, links, device, DeltaReader())
+        return cls(order.group, links, DeltaReader())
 
     def close(self) -> None:
         for link in self.links:
@@ -256,11 +253,17 @@ class PieceReceiver:
             if self._failure is not None:
                 raise self._failure
             self.is_ready.set_result(None)
-        threading.Thread(target=self._receive, name="headwater-weights-receive", daemon=True).start()
+        # The engine's GPU is the current one of this thread only.
+        on_gpu = self._order.backend == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        receiving = threading.Thread(target=self._receive, args=[device], name="headwater-weights-receive", daemon=True)
+        receiving.start()
         buckets = cut(self._parcels, self._dtype.itemsize, self._order.bucket_bytes)
         try:
             for _ in buckets:
                 yield self._next()
+                if on_gpu:  # the engine copies on a stream of its own, and the buffer is received into again
+                    torch.cuda.current_stream(device).synchronize()
                 with self._changed:
                     self._num_held -= 1
                     self._changed.notify_all()
@@ -280,13 +283,17 @@ class PieceReceiver:
             assert bucket is not None, "otherwise it waits"
             return bucket
 
-    def _receive(self) -> None:
+    def _receive(self, device: torch.device) -> None:
         """Receive bucket after bucket, at most one ahead of the engine."""
-        assembling = _Assembling(self._member, self._dtype, self._order.encoding)
+        assembling = _Assembling(self._member, self._dtype, self._order.encoding, device)
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             for number, parcels in enumerate(cut(self._parcels, self._dtype.itemsize, self._order.bucket_bytes)):
                 self._until_free()
                 bucket = assembling.receive(number, parcels)
+                if device.type == "cuda":  # the engine reads on another stream
+                    torch.cuda.current_stream(device).synchronize()
                 with self._changed:
                     self._arrived.append(bucket)
                     self._changed.notify_all()
@@ -308,8 +315,10 @@ class PieceReceiver:
 class _Assembling:
     """Receives the messages of all ranks for a bucket, and views or puts together its tensors."""
 
-    def __init__(self, member: GroupMember, dtype: torch.dtype, encoding: Encoding) -> None:
+    def __init__(self, member: GroupMember, dtype: torch.dtype, encoding: Encoding, device: torch.device) -> None:
+        """Weights arrive on ``device``: in main memory, or on the engine's GPU for NCCL."""
         self._member = member
+        self._device = device
         self._dtype = dtype
         self._encoding = encoding
         self._buffers: dict[tuple[int, int], Tensor] = {}
@@ -334,11 +343,11 @@ class _Assembling:
 
     def _receive_delta(self, number: int, rank: int, into: Tensor) -> None:
         link = self._member.links[rank]
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device=self._device)
         link.broadcast(size).wait()
-        message = torch.empty(int(size), dtype=torch.uint8)
+        message = torch.empty(int(size), dtype=torch.uint8, device=self._device)
         link.broadcast(message).wait()
-        self._member.delta.decode((rank, number), message, into.view(torch.uint8), into.itemsize)
+        self._member.delta.decode((rank, number), message.cpu(), into.view(torch.uint8), into.itemsize)
 
     def _tensors(self, bucket: Sequence[Parcel], received: Sequence[Tensor]) -> Iterator[tuple[Parcel, Tensor]]:
         ends = [0] * len(received)
@@ -354,6 +363,6 @@ class _Assembling:
     def _buffer(self, rank: int, slot: int, count: int) -> Tensor:
         buffer = self._buffers.get((rank, slot))
         if buffer is None or len(buffer) < count:
-            buffer = torch.empty(count, dtype=self._dtype, device=self._member.device)
+            buffer = torch.empty(count, dtype=self._dtype, device=self._device)
             self._buffers[rank, slot] = buffer
         return buffer[:count]

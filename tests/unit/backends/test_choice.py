@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headwater.backends import BACKENDS, BackendContext, engine_device, missing_capabilities
-from headwater.backends.fleet import devices_of_servers
+from headwater.backends.fleet import check_weight_link, devices_of_servers
 from headwater.backends.native.engine import NativeEngine
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig
@@ -129,6 +129,33 @@ def test_the_devices_of_servers(gpus):
     assert devices(*pairs, each) == [("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")]
 
 
+def test_nccl_has_a_gpu_for_every_rank_and_every_server(gpus):
+    def refusal(*overrides: str) -> str:
+        nccl = ("rollout.weight_transfer=collective", "rollout.weight_link=nccl")
+        config = load_config(None, ["rollout.placement=disaggregated", *nccl, *overrides]).config
+        try:
+            check_weight_link(config)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    gpus(0)
+    assert "rollout.weight_link = nccl: NCCL sends from GPU to GPU, and the learner uses none" in refusal()
+    running = ("rollout.backend=native", "rollout.servers=[http://127.0.0.1:1]")
+    assert "no CUDA device is available); use rollout.weight_link=gloo" in refusal(*running)
+    gpus(1)
+    assert "a server would share cuda:0 with the learner; use rollout.weight_link=gloo" in refusal()
+    assert not refusal(*running), "their GPUs are not known"
+    gpus(3)
+    assert not refusal("rollout.launch.num_servers=2")
+    assert "several would share cuda:2; use rollout.weight_link=gloo, or lower" in refusal(
+        "rollout.launch.num_servers=3"
+    )
+    gpus(3, num_ranks=2)
+    assert "share cuda:1 with the learner" in refusal("rollout.launch.devices=[cuda:1]")
+    assert not refusal()
+
+
 def test_weights_are_sent_to_a_server_as_the_settings_say(monkeypatch):
     given = {}
 
@@ -141,12 +168,13 @@ def test_weights_are_sent_to_a_server_as_the_settings_say(monkeypatch):
 
     monkeypatch.setattr(NativeEngine, "__init__", note)
     for settings, expected in [
-        (["rollout.weight_transfer=collective", "rollout.weight_encoding=delta"], ("collective", "delta", "")),
-        (["rollout.weight_transfer=file", "rollout.weight_folder=/shared"], ("file", "plain", "/shared")),
+        (["rollout.weight_transfer=collective", "rollout.weight_encoding=delta"], ("collective", "gloo", "delta", "")),
+        (["rollout.weight_transfer=collective", "rollout.weight_link=nccl"], ("collective", "nccl", "plain", "")),
+        (["rollout.weight_transfer=file", "rollout.weight_folder=/shared"], ("file", "gloo", "plain", "/shared")),
     ]:
         settings = ["rollout.backend=native", "rollout.servers=[http://127.0.0.1:1]", *settings]
         with pytest.raises(Told):
             NativeEngine.connect(
                 "http://127.0.0.1:1", BackendContext(load_config(None, settings).config, "", None, Spans())
             )
-        assert tuple(given[name] for name in ("transfer", "encoding", "weight_folder")) == expected
+        assert tuple(given[name] for name in ("transfer", "link", "encoding", "weight_folder")) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shortages
+from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shortages, without_gpus
 from headwater.config.load import load_config
 
 BIG = Node("10.0.0.1", Room(cpus=8, gpus=4), {"zone": "a"})
@@ -60,6 +60,18 @@ def test_disaggregated_servers_need_their_own_room():
     assert learner.each == Room(cpus=1, gpus=1)
     assert (servers.count, servers.each) == (3, Room(cpus=1))
     assert num_servers(ray_config("rollout.placement=disaggregated", "rollout.launch.num_servers=4")) == 4
+
+
+def test_nccl_needs_gpus_in_the_cluster():
+    disaggregated = ("rollout.placement=disaggregated", "rollout.weight_transfer=collective")
+    config = ray_config(*disaggregated, "rollout.weight_link=nccl")
+    assert without_gpus(config, needs_of(config, has_gpus=True)) == []
+    (problem,) = without_gpus(config, needs_of(config, has_gpus=False))
+    assert "rollout.weight_link = nccl" in problem
+    assert "the learner ranks and rollout servers of this cluster have no GPUs" in problem
+    assert "use rollout.weight_link=gloo" in problem
+    plain = ray_config(*disaggregated)
+    assert without_gpus(plain, needs_of(plain, has_gpus=False)) == []
 
 
 def test_running_servers_and_a_cpu_model_need_nothing_more():

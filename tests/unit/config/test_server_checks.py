@@ -14,6 +14,8 @@ FAR = "rollout.servers=[http://127.0.0.1:8000, http://10.9.8.7:8000]"
 
 ROLLING = "rollout.update_order=rolling"
 AHEAD = "rollout.max_staleness=1"
+COLLECTIVE = "rollout.weight_transfer=collective"
+NCCL = "rollout.weight_link=nccl"
 
 CLASHES = [
     ([NEAR], "rollout.servers", ["rollout.backend = embedded", "rollout.backend=native"]),
@@ -50,6 +52,15 @@ CLASHES = [
         "rollout.update_order",
         ["delta saves nothing"],
     ),
+    ([OWN, NCCL], "rollout.weight_link = 'nccl'", ["rollout.weight_transfer=collective", "back to 'gloo'"]),
+    ([OWN, COLLECTIVE, NCCL, "model.device=cpu"], "rollout.weight_link", ["model.device names the CPU"]),
+    ([OWN, COLLECTIVE, NCCL, "rollout.device=cpu"], "rollout.weight_link", ["rollout.device names the CPU"]),
+    (
+        [OWN, COLLECTIVE, NCCL, "rollout.launch.devices=[cpu]"],
+        "rollout.weight_link",
+        ["rollout.launch.devices names the CPU"],
+    ),
+    (["cluster=ray", COLLECTIVE, NCCL], "rollout.weight_link", ["shares the GPU", "rollout.placement=disaggregated"]),
 ]
 
 FITTING = [
@@ -62,6 +73,9 @@ FITTING = [
     [OWN, "rollout.weight_transfer=cuda_ipc", "model.device=cuda"],
     [SGLANG, FAR, "rollout.weight_folder=/nfs/weights"],
     [SGLANG, FAR],
+    [SGLANG, FAR, COLLECTIVE, NCCL],
+    [NATIVE, FAR, NCCL, "rollout.weight_encoding=delta"],
+    ["cluster=ray", OWN, COLLECTIVE, NCCL],
     [SGLANG, OWN, "rollout.launch.tensor_parallel=2", "engine.max_sequences=64"],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
     [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,10 @@ H200 = GPUS["h200"]
 ROOT = Path(__file__).parents[3]
 
 
+def record(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
 def test_shapes_have_the_published_numbers_of_parameters():
     billions = {"qwen2.5-0.5b": 0.494, "qwen2.5-1.5b": 1.544, "qwen2.5-7b": 7.616, "qwen2.5-32b": 32.76,
                 "llama-3.1-70b": 70.55}  # fmt: skip
@@ -48,19 +53,22 @@ def test_shapes_have_the_published_numbers_of_parameters():
 
 
 def test_the_formulas_reproduce_the_measurements():
-    """Within a sixth of what the files in benchmarks/results say; benchmarks/planner_accuracy.py lists all."""
+    """Within a sixth of what the newest records say; benchmarks/planner_accuracy.py lists all."""
     shape = SHAPES["qwen2.5-1.5b"]
     costs = roofline_costs(shape, H200, Training(), num_learner_gpus=1, context=300)
     generation = costs.generation
-    for count, length, measured in ((8, 512, 5098), (64, 1024, 31927), (256, 512, 82422), (1024, 512, 100959)):
-        seconds = count * 128 * generation.prefill_per_token_s
-        seconds += length * generation.decode_s(count, count * (128 + length / 2))
-        assert count * length / seconds == pytest.approx(measured, rel=1 / 6)
-    assert 1 / costs.learner.train_per_token_s == pytest.approx(46440, rel=1 / 6)
-    assert Training().learner_bytes(shape, 1) / GIB == pytest.approx(58.9, rel=1 / 6)
+    for case in record("gpu_rollout_qwen_alone.json")["results"]:
+        count, length = (int(part) for part in case["case"].split("x"))
+        seconds = count * case["prompt_tokens"] * generation.prefill_per_token_s
+        seconds += length * generation.decode_s(count, count * (case["prompt_tokens"] + length / 2))
+        assert count * length / seconds == pytest.approx(case["engine_tokens_per_s"], rel=1 / 6)
+    (packed,) = record("gpu_train_step_packed_5c7a5498.json")["rows"]
+    assert 1 / costs.learner.train_per_token_s == pytest.approx(packed["train_tokens_per_s"], rel=1 / 6)
+    assert Training().learner_bytes(shape, 1) / GIB == pytest.approx(packed["peak_gib"], rel=1 / 6)
     lora = Training(is_checkpointed=True, is_lora=True)
     seven = roofline_costs(SHAPES["qwen2.5-7b"], H200, lora, num_learner_gpus=1, context=300)
-    assert 1 / seven.learner.train_per_token_s == pytest.approx(10096, rel=1 / 6)
+    (lora_row,) = (each for each in record("train_step_qwen2.5-7b_h200.json")["rows"] if each["case"] == "lora")
+    assert 1 / seven.learner.train_per_token_s == pytest.approx(lora_row["train_tokens_per_s"], rel=1 / 6)
 
 
 def test_what_the_config_asks_for_costs_something():
@@ -124,8 +132,8 @@ def test_weights_for_other_machines_are_published_at_the_rate_of_collective():
 
 def test_servers_pause_for_the_measured_share_of_a_publish():
     """The table of the planner against the record from which it is."""
-    record = json.loads((ROOT / "benchmarks" / "results" / "gpu_weight_transfer_0.5b.json").read_text())
-    measured = record["shapes"]["qwen2.5-0.5b"]["transports"]
+    transfers = record("gpu_weight_transfer_0.5b.json")
+    measured = transfers["shapes"]["qwen2.5-0.5b"]["transports"]
     for name, transfer in TRANSFERS.items():
         row = measured[f"{name} to 1"]
         assert transfer.pause_share == pytest.approx(row["pause_s"] / row["seconds"], rel=0.01), name

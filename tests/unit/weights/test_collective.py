@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from headwater.core.errors import WeightsError
 from headwater.core.parcels import Parcel, SendOrder
 from headwater.models.checksum import Checksum, checksum
-from headwater.weights import pieces
+from headwater.weights import links, pieces
 from headwater.weights.delta import DeltaReader, DeltaWriter
 from headwater.weights.links import Link, Meeting, host_store, own_address
 from headwater.weights.memory import Receiver
@@ -152,6 +152,25 @@ def test_members_that_do_not_come_are_named_within_the_limit():
         GroupMember.join(using, 1, 2)
 
 
+def test_an_operation_that_the_group_refuses_does_not_mean_that_a_member_has_ended():
+    link = Link.connect(Meeting("127.0.0.1", host_store("127.0.0.1").port, "refused", limit_s=LIMIT_S), 0, 1)
+    with pytest.raises(WeightsError, match=r"cannot be sent or received over the group \(.*unsupported device"):
+        link.broadcast(torch.empty(3, device="meta"))
+    link.close()
+
+
+def test_the_line_of_nccl_that_says_what_is_wrong_is_kept():
+    place = "NCCL error in: NCCLUtils.cpp:94, {} (run with NCCL_DEBUG=WARN)\nnccl{}: text\nLast error:\n{}\n"
+    twice = RuntimeError(place.format("invalid usage", "InvalidUsage", "Duplicate GPU detected : rank 1 and rank 0"))
+    assert str(links._failure(twice)) == (
+        "weights: the tensor cannot be sent or received over the group (Duplicate GPU detected : rank 1 and rank 0)"
+    )
+    gone = RuntimeError(
+        place.format("remote process exited or there was a network error", "RemoteError", "socket closed")
+    )
+    assert str(links._failure(gone)) == "weights: a member of the group has ended or does not answer (socket closed)"
+
+
 def test_an_engine_whose_sender_is_gone_stops_waiting(monkeypatch):
     monkeypatch.setattr(pieces, "_NEXT_LIMIT_S", LIMIT_S)
 
@@ -238,7 +257,7 @@ def test_parcels_that_do_not_cover_a_tensor_are_refused():
     for starts in ((0,), (0, 5), (1, 6), (0, 7, 3, 6)):
         with pytest.raises(ValueError, match=r"do not cover it|overlap"):
             Parcel("w", (2, 3), starts)
-    member = GroupMember("g", [cast(Link, None)], torch.device("cpu"), DeltaReader())
+    member = GroupMember("g", [cast(Link, None)], DeltaReader())
     with pytest.raises(WeightsError, match="not from the 1 ranks"):
         PieceReceiver(member, [Parcel("w", (2,), (0, 1, 2))], order("x"))
     assert own_address("127.0.0.1") == "127.0.0.1"

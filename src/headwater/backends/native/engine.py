@@ -33,7 +33,7 @@ from headwater.backends.native.places import ForeignServer, OwnServer, check_run
 from headwater.backends.native.requests import FramedRequest
 from headwater.backends.native.server import EngineChannel, NativeServer
 from headwater.backends.remote.thread import Deliver, EngineThread
-from headwater.config.schema import WeightEncoding, WeightTransfer
+from headwater.config.schema import WeightEncoding, WeightLink, WeightTransfer
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
@@ -67,6 +67,7 @@ class NativeEngine:
         *,
         transfer: WeightTransfer,
         spans: Spans,
+        link: WeightLink = "gloo",
         encoding: WeightEncoding = "plain",
         weight_folder: str = "",
         longest_response_s: float = 0.0,
@@ -80,6 +81,7 @@ class NativeEngine:
         """
         self._update_limit_s = min(max(ENGINE_CALL_LIMIT_S, longest_response_s), _LONGEST_LIMIT_S)
         self._transfer, self._weight_folder, self._mode = transfer, weight_folder, mode
+        self._link: WeightLink = link
         self._encoding: WeightEncoding = encoding
         self._place = place
         self._server = NativeServer(place, spans, hands_over=hands_over)
@@ -136,6 +138,7 @@ class NativeEngine:
         engine = cls(
             place,
             transfer=chosen_transfer(config) or "shared_memory",
+            link=config.rollout.weight_link,
             encoding=config.rollout.weight_encoding,
             spans=context.spans,
             weight_folder=config.rollout.weight_folder,
@@ -170,8 +173,8 @@ class NativeEngine:
         else:
             dtype = dtype_of_checksum(self.capabilities.dtype)
         make = TRANSPORTS.resolve(self._transfer)
-        options = {"file": self._weight_folder, "collective": self._encoding}
-        transport: Transport = make(dtype, options[self._transfer]) if self._transfer in options else make(dtype)
+        options = {"file": (self._weight_folder,), "collective": (self._encoding, self._link)}
+        transport: Transport = make(dtype, *options.get(self._transfer, ()))
         return transport
 
     @cached_property

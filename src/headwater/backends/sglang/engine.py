@@ -182,7 +182,7 @@ class SglangEngine(RemoteEngine):
         if self._sender is None or self._sender.link is not link:
             if self._sender is not None:
                 self._sender.close()
-            sender = GroupSender(link, self._info, limit_s=LIMIT_S)
+            sender = GroupSender(link, self._info, self._config.rollout.weight_link, limit_s=LIMIT_S)
             await sender.join()
             self._sender = sender
         return self._sender

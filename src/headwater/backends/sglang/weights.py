@@ -1,6 +1,6 @@
 """Weights over a process group, as trainers send them to SGLang: member 0 of the group is this process.
 
-    sender = GroupSender(link, info, limit_s=60)
+    sender = GroupSender(link, info, "gloo", limit_s=60)
     await sender.join()                                     # once for each process of the server
     await sender.send(update, torch.bfloat16, "7", flush=True)
 
@@ -24,10 +24,11 @@ import torch
 
 from headwater.backends.remote.link import LinkLost, ServerInfo
 from headwater.backends.sglang.http import SglangLink
+from headwater.config.schema import WeightLink
 from headwater.core.errors import HeadwaterError, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future
-from headwater.weights.links import Link, Meeting, chosen_backend, host_store, own_address
+from headwater.weights.links import Link, Meeting, host_store, own_address
 
 Part = tuple[Sequence[str], Iterable[torch.Tensor]]
 """The names of the tensors that one call receives, and the tensors."""
@@ -56,10 +57,11 @@ def _published(name: str) -> str:
 class GroupSender:
     """The group with one process of a server. Belongs to one event loop."""
 
-    def __init__(self, link: SglangLink, info: ServerInfo, *, limit_s: float) -> None:
-        """``limit_s`` is how long joining, and sending one tensor, may take."""
+    def __init__(self, link: SglangLink, info: ServerInfo, backend: WeightLink, *, limit_s: float) -> None:
+        """``backend`` is ``rollout.weight_link``. ``limit_s`` is how long joining, and sending one tensor, may take."""
         self.link = link
         self._num_workers = info.num_workers
+        self._backend = backend
         self._limit_s = limit_s
         self._name = f"headwater-{uuid.uuid4().hex[:12]}"
         self._group: Link | None = None
@@ -67,7 +69,7 @@ class GroupSender:
     async def join(self) -> None:
         """Meet all workers of the server."""
         host = own_address(urlsplit(self.link.url).hostname or "127.0.0.1")
-        backend, port = chosen_backend(), host_store(host).port
+        backend, port = self._backend, host_store(host).port
         size = self._num_workers + 1
         meeting = Meeting(host, port, self._name, backend, self._limit_s)
         body = {
@@ -138,7 +140,7 @@ class GroupSender:
                 if call.done():  # it was refused, or the server has ended
                     call.result()
                     raise RolloutFailed("the server answered before it had received all weights")
-                ready = tensor.detach().to(device=self._group.device, dtype=dtype).contiguous()
+                ready = tensor.detach().to(device=self._group.device_for(tensor), dtype=dtype).contiguous()
                 self._group.broadcast(ready).wait()
         except WeightsError as error:
             self.close()
