@@ -383,6 +383,8 @@ def test_the_command_line_may_contradict_a_recipe_and_resolved_recipes_load_agai
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(to_yaml(loaded.config))
     assert load_config(resolved).config == loaded.config
+    with pytest.raises(ConfigError, match=r"engine\.deterministic = false \(command line\): nothing reads this"):
+        load_config(resolved, ["engine.deterministic=false"])
 
 
 def test_what_is_read_elsewhere_is_set_there():

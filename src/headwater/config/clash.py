@@ -61,7 +61,9 @@ def is_contradicted(key: str, by: str, layers: Layers) -> bool:
 
     The command line may contradict the recipe, but neither of them may contradict itself.
     """
-    return key in layers and layers[key] >= layers.get(by, -1) and not is_resolved(layers)
+    if key not in layers or layers[key] < layers.get(by, -1):
+        return False
+    return not is_resolved(layers) or layers[key] > min(layers.values())
 
 
 def given_in(section: str, layers: Layers) -> list[str]:
