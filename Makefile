@@ -27,7 +27,7 @@ INSTALL_BESIDE := -m pip install --quiet --quiet --disable-pip-version-check --n
 NO_BUBBLEWRAP := $(VENV)/.no-bubblewrap
 WORKERS ?= 3
 # The machine may be busy, and many tests start threads or processes: one that fails is run once more, and its first
-# failure is printed as well.
+# failure is printed as well. Tests marked flaky(reruns=0), those of exact resume, fail at once.
 RERUNS := --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
 # Every test process would otherwise compile all modules and rewrite the assertions of all tests, a quarter of a minute.
 export PYTHONDONTWRITEBYTECODE :=
@@ -45,8 +45,9 @@ test: setup-dev style
 fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
 
+# Its summary lists what was skipped and why, so that a helper environment which could not be installed is seen.
 test-all: setup-dev setup-clients setup-vllm setup-sglang setup-trackers setup-browser
-	@$(BIN)/python -m pytest -m slow --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
+	@$(BIN)/python -m pytest -m slow -rfEs --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
 
 lint: style types
 

@@ -15,6 +15,17 @@ def ledger(run: Path) -> list[dict]:
     return [each for each in RunDirectory(run).read_ledger() if each["kind"] == "step"]
 
 
+def outcomes(run: Path) -> list[dict]:
+    """The ledger of an exact run without what depends on time: at which second a step ended, and which of the groups
+    that wait for a later step had finished then."""
+    lines = []
+    for line in ledger(run):
+        counts = dict(line["counts"])
+        counts["ahead"] = counts.pop("buffered") + counts.pop("in_flight")
+        lines.append({**line, "counts": counts, "time": 0.0})
+    return lines
+
+
 def check_books(run: Path, num_steps: int) -> None:
     """Every line balances, and every dispatch ended once. The prompts are those of the data, in the order of the
     sampler: none is missing, and none was drawn twice in an epoch."""

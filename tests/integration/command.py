@@ -215,5 +215,17 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step_{step:06d}" / "model" / "model.safetensors")
 
 
+def different_files(run: Path, other: Path, step: int) -> list[str]:
+    """The files of a checkpoint that two runs do not have alike: exported model, weights and averages of the policy and
+    the critic on every rank, position in the data. The manifest, which lists them, is left out."""
+    folders = [each / "checkpoints" / f"step_{step:06d}" for each in (run, other)]
+    contents = [
+        {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for folder in folders
+    ]
+    names = {name for content in contents for name in content} - {"manifest.json"}
+    return sorted(name for name in names if contents[0].get(name) != contents[1].get(name))
+
+
 def same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -2,7 +2,13 @@
 
 - Two runs read it, a plain one and one with a critic, tools, adapters and more; or tests of servers, ranks, clusters
   and the sandbox read it with another value than the default (``READ_ELSEWHERE``).
-- If the plain run would ignore it, such a value is refused there, or the run says at its start that it has no effect.
+- If the plain run would ignore it, such a value is refused there because nothing reads it, or the run says at its start
+  that it has no effect.
+- Settings that a run reads, unless another one takes their place, are refused beside that one (``SHADOWED``). The
+  table is written by hand: a pair that is missing there is not found.
+
+Not refused are the settings of a feature that the same file, or the same command line, turns off, such as
+``lora.rank=0 lora.alpha=64``: recipes keep them for the day on which the feature is turned on again.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ from integration.command import PROCESS_LIMIT_S, ROOT
 
 import headwater
 from headwater import train
+from headwater.config.explain import to_yaml
 from headwater.config.keys import settings
 from headwater.config.load import load_config
 from headwater.config.notices import config_notices
@@ -126,6 +133,62 @@ NOT_SEEN = {
 }
 """Settings whose reads are not recorded. The tests above compare results."""
 
+SAID_OTHERWISE = {
+    "rollout.servers": "does not talk to servers",
+    "rollout.device": "runs on the learner's device",
+    "rollout.weight_encoding": "only rollout.weight_transfer=collective to servers encodes weights",
+    "rollout.weight_folder": "only rollout.weight_transfer=file to servers writes weights to a folder",
+    "rollout.publish": "the run trains no adapters",
+    "rollout.update_order": "the run has only one engine",
+    "rollout.allow_partial_groups": "ends the run at the first failure",
+    **{f"engine.adapter_{name}": "a run sets this from lora." for name in ("rank", "alpha", "targets")},
+    "tools.use": "calls no tools",
+    "tools.config": "calls no tools",
+    "reward.join": "late scores would save no time",
+    "algorithm.normalize_rewards.mean_level": "this would change nothing",
+    "algorithm.normalize_rewards.std_level": "this would change nothing",
+    "critic.enabled": "would have no effect",
+    "reference.path": "nothing reads the reference",
+    **{f"eval.{name}": "is greedy and samples nothing" for name in ("top_k", "top_p", "min_p")},
+}
+"""How a refusal says that nothing would read a setting, if not in the words ``nothing reads this``."""
+
+SHADOWED = (
+    ("engine.memory_fraction", ["engine.kv_cache_gib=1", "engine.memory_fraction=0.5"]),
+    ("engine.deterministic", ["run.deterministic=true", "engine.deterministic=false"]),
+    ("learner.join_projections", ["run.deterministic=true", "learner.join_projections=true"]),
+    ("learner.join_projections", ["learner.fused_layers=false", "learner.join_projections=true"]),
+    ("learner.join_projections", ["learner.convert_at_once=false", "learner.join_projections=true"]),
+    ("learner.join_projections", ["learner.compile=true", "learner.join_projections=true"]),
+    ("learner.join_projections", ["lora.rank=4", "learner.join_projections=true"]),
+    ("learner.fused_layers", ["learner.compile=true", "learner.fused_layers=true"]),
+    ("engine.keep_addresses", ["learner.residency=[weights]", "engine.keep_addresses=false"]),
+    ("rollout.device", ["rollout.backend=native", "rollout.servers=[http://127.0.0.1:1]", "rollout.device=cpu"]),
+    ("algorithm.aggregation", [
+        "algorithm.policy_loss=sapo", "algorithm.policy_loss_args={aggregation: token-sum}",
+        "algorithm.aggregation=seq-mean-token-sum",
+    ]),
+    ("run.if_exists", ["eval.only=true", {"run.if_exists": "resume"}]),
+    ("eval.every_steps", ["eval.only=true", {"eval.every_steps": 1}]),
+    ("data.num_eval_rows", ["eval.before=false", "eval.after=false", {"data.num_eval_rows": 4}]),
+    ("trainer.num_tracked_samples", [
+        "trainer.trackers=[tensorboard]", "eval.before=false", "eval.after=false", {"trainer.num_tracked_samples": 4},
+    ]),
+    ("trainer.save_learner_logprobs", [
+        "trainer.save_rollouts_every_steps=0", "eval.before=false", "eval.after=false",
+        {"trainer.save_learner_logprobs": True},
+    ]),
+    # Older rules of this kind.
+    ("learner.warmup_fraction", ["learner.num_warmup_steps=3", "learner.warmup_fraction=0.1"]),
+    ("trainer.total_steps", ["trainer.total_epochs=1", "trainer.total_steps=5"]),
+    ("rollout.device", [
+        "rollout.placement=disaggregated", "rollout.launch.devices=[cpu]", "rollout.device=cpu",
+    ]),
+    ("reward.function", ["reward.functions={right: {function: exact}}", "reward.function=exact"]),
+)  # fmt: skip
+"""A setting whose place another one takes, and settings under which it does. A mapping is a later layer, such as Python
+code over a recipe."""
+
 SANDBOX = {
     "isolation": "namespaces", "memory_mib": 300, "cpu_s": 5.0, "timeout_s": 5.0, "max_processes": 8,
     "max_file_mib": 8, "max_output_kib": 8, "max_concurrent": 1, "preload": ["json"],
@@ -182,7 +245,7 @@ def other_values(key: str) -> Iterator[Any]:
     elif hint is bool:
         yield not default
     elif hint is int:
-        yield from (default + 1, default * 2, 2)
+        yield from (default + 1, default * 2, 2, 2**20)
     elif hint is float:
         yield from (default / 2, default + 0.25, 0.5, 0.25)
     elif hint is str:
@@ -196,16 +259,21 @@ def other_values(key: str) -> Iterator[Any]:
 
 
 def is_told(key: str) -> bool:
-    """Whether a run that would ignore the setting is refused, or says so when it starts."""
+    """Whether a run that would ignore the setting is refused because nothing reads it, or says so when it starts.
+
+    A refusal for another reason, such as a value that is too large, tells nothing.
+    """
     for value in other_values(key):
         try:
             loaded = load_config(None, [PLAIN_RUN, {key: value}])
         except ConfigError as error:
-            told = any(problem.startswith(f"{key} = ") and "(Python)" in problem for problem in error.problems)
-            if told and not is_wrong_alone(key, value):
+            reasons = ("nothing reads this", SAID_OTHERWISE.get(key, "nothing reads this"))
+            told = (each for each in error.problems if each.startswith(f"{key} = ") and "(Python)" in each)
+            if any(reason in each for each in told for reason in reasons) and not is_wrong_alone(key, value):
                 return True
             continue
-        if any(notice.subject.startswith(key) for notice in config_notices(loaded.config, loaded.given, "cpu")):
+        notices = config_notices(loaded.config, loaded.given, "cpu")
+        if any(each.subject.startswith(f"{key} = ") and "has no effect" in each.text for each in notices):
             return True
     return False
 
@@ -292,6 +360,31 @@ def test_every_setting_is_read_or_refused(tmp_path):
     run_with(found, tmp_path, **RICH_RUN)
     unread = {key for key in settings(Config) if key not in found}
     assert unread == {key for keys in READ_ELSEWHERE.values() for key in keys}
+
+
+def test_a_setting_whose_place_another_takes_is_refused_beside_it():
+    for key, given in SHADOWED:
+        with pytest.raises(ConfigError) as refused:
+            load_config(None, given)
+        (problem,) = (each for each in refused.value.problems if each.startswith(f"{key} = "))
+        others = {name for each in given for name in ([each.partition("=")[0]] if isinstance(each, str) else each)}
+        assert any(other in problem for other in others - {key}), f"{problem}: the other setting is named"
+        assert re.search("; .*(remove|set|use)", problem), f"{problem}: there is a remedy"
+        # Each of the two is accepted alone.
+        rest = [each for each in given if not isinstance(each, dict) and not each.startswith(f"{key}=")]
+        load_config(None, rest)
+
+
+def test_the_command_line_may_contradict_a_recipe_and_resolved_recipes_load_again(tmp_path):
+    recipe = tmp_path / "exact.yaml"
+    recipe.write_text("engine: {deterministic: false}\nlearner: {join_projections: true, fused_layers: true}\n")
+    loaded = load_config(recipe, ["run.deterministic=true", "learner.compile=true"])
+    assert loaded.config.engine.deterministic
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(to_yaml(loaded.config))
+    assert load_config(resolved).config == loaded.config
+    with pytest.raises(ConfigError, match=r"engine\.deterministic = false \(command line\): nothing reads this"):
+        load_config(resolved, ["engine.deterministic=false"])
 
 
 def test_what_is_read_elsewhere_is_set_there():

@@ -17,11 +17,14 @@ from pathlib import Path
 import forked
 import picture_tools
 import pytest
-from books import check_books
-from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, same_weights, weights
+from books import check_books, outcomes
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, different_files
 
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.run_directory import RunDirectory
+
+pytestmark = pytest.mark.flaky(reruns=0)
+"""A kill at one moment in a hundred after which a run ends differently is a defect, which a second try would hide."""
 
 NUM_STEPS = 3
 COMMON = [
@@ -99,10 +102,18 @@ def train(*arguments: object, place: int = 0, delay_s: float = 0.0) -> int:
 def timeless(run: Path) -> list[dict]:
     """The valid metrics, without measurements of time and memory."""
     left_out = ("time", "throughput", "timing", "memory", "perf", "engine", "host", "gpu", "rollout/", "mfu")
+    left_out += ("ranks/memory",)
     return [
         {name: value for name, value in each.items() if not name.startswith(left_out)}
         for each in RunDirectory(run).read_metrics()
     ]
+
+
+def check_equal(run: Path, whole: Path, num_steps: int) -> None:
+    """The runs end with the same last checkpoint, byte for byte, and have the same metrics and outcomes of prompts."""
+    assert different_files(run, whole, num_steps) == []
+    assert timeless(run) == timeless(whole)
+    assert outcomes(run) == outcomes(whole)
 
 
 def drawn_kill(draw: random.Random, whole_s: float) -> dict[str, float]:
@@ -137,8 +148,7 @@ def killed_and_resumed(kind: str, root: Path, num_kills: int, seed: int) -> int:
             assert not list((run / "checkpoints").glob(".*")), "nothing incomplete is left"
         if code != -signal.SIGKILL:
             if is_exact:
-                assert same_weights(weights(run, NUM_STEPS), weights(root / "whole", NUM_STEPS)), kind
-                assert timeless(run) == timeless(root / "whole"), kind
+                check_equal(run, root / "whole", NUM_STEPS)
             check_books(run, NUM_STEPS)
             number += 1
             run = root / f"killed-{number}"

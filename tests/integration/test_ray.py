@@ -224,6 +224,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     assert evaluations[0]["reward/mean"] < 0.3
     assert evaluations[-1]["step"] == total_steps
     assert evaluations[-1]["reward/mean"] > 0.9, [(each["step"], each["reward/mean"]) for each in evaluations]
+    assert all(each["ranks/memory_peak_gib_max"] > 0 for each in metrics(run, "train"))
     check_ledger(run, total_steps)
     names = {path.name for path in (run / "logs").iterdir()}
     assert names == {"cluster.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}

@@ -119,6 +119,9 @@ def test_two_ranks_compute_and_train_what_one_does(learned):
         assert_same(ours["computed"], theirs["computed"], name)
         assert_same_steps(ours, theirs, name, COMPARED)
         assert ours["status"].num_ranks == 2
+        used, peaks = ours["stats"][-1], [each.peak_memory_bytes / 2**30 for each in ours["status"].ranks]
+        assert len(peaks) == 2
+        assert 0.1 < used["ranks/memory_peak_gib_mean"] <= used["ranks/memory_peak_gib_max"] <= max(peaks)
         assert ours["status"].num_optimizer_steps == theirs["status"].num_optimizer_steps, name
         assert case.what[0] in ours["computed"]
     num_steps = {

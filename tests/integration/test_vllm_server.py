@@ -8,6 +8,7 @@ second one for some.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import signal
@@ -23,9 +24,10 @@ from typing import Any
 
 import pytest
 import torch
-from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, after_step, is_gone, metrics, python_of, train_here
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, after_step, headwater, is_gone, metrics, python_of, train_here
 from listening import Process
 from server_answers import (
+    DIFFERENT,
     LIMIT_S,
     MODEL,
     TOLERANCE,
@@ -46,7 +48,7 @@ from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
-from headwater.models.load import load_tokenizer
+from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 
@@ -282,6 +284,38 @@ def test_a_run_trains_with_vllm_in_its_process(tmp_path: Path) -> None:
     ledger = RunDirectory.open(tmp_path / "quickstart").read_ledger()
     assert len({each["weights"] for each in ledger if each["kind"] == "step"}) == 3, "every step changes the weights"
     assert ledger[-1]["counts"] == {"dispatched": 12, "trained": 12, "dropped": 0, "buffered": 0, "in_flight": 0}
+
+
+def test_exported_adapters_are_served_and_answer_as_the_merged_model(tmp_path: Path) -> None:
+    train_here("quickstart-lora", *CUT_DOWN, "warm_start.num_steps=10", f"run.root={tmp_path}", "run.name=lora")
+    for form in ("--merge", "--adapter"):
+        result = headwater("export", tmp_path / "lora", "--to", tmp_path / form, form)
+        assert result.code == 0, result.stderr
+    merged, base = (
+        load_model(str(each), dtype="float32", device="cpu", seed=0) for each in (tmp_path / "--merge", MODEL)
+    )
+    options = f"[--enable-lora, --max-lora-rank, '64', --lora-modules, trained={tmp_path / '--adapter'}]"
+    launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}", f"rollout.launch.args={options}")
+    server, prompt = VllmEngine.launch(context(*launch), ["cpu"]), [5, 6, 7, 8]
+    try:
+        for name, model, other in (("trained", merged, base), ("policy", base, merged)):
+            output, own = completed(server, name, prompt)
+            assert len(output) == 24
+            assert float((logprobs(model, prompt, output) - own).abs().max()) < TOLERANCE, name
+            assert float((logprobs(other, prompt, output) - own).abs().max()) > DIFFERENT, name
+    finally:
+        server.close()
+
+
+def completed(engine: VllmEngine, name: str, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """The tokens that a served model samples as any client asks for them, and their log-probs."""
+    body = {"model": name, "prompt": prompt, "max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+    body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {engine.api_key}"}
+    request = urllib.request.Request(f"{engine.url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
+        answer = json.load(reply)["choices"][0]["logprobs"]
+    return [int(each.removeprefix("token_id:")) for each in answer["tokens"]], torch.tensor(answer["token_logprobs"])
 
 
 def test_tensor_parallel_workers_take_their_shards_of_every_update(engine: VllmEngine, sharded: VllmEngine) -> None:

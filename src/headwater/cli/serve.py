@@ -20,6 +20,7 @@ from headwater.config.convert import Converter
 from headwater.config.keys import sections
 from headwater.config.recipe import parse_override
 from headwater.config.schema import Dtype, EngineConfig
+from headwater.config.server_checks import cache_size_problem
 from headwater.config.tree import COMMAND_LINE, Branch, Origin, Tree, merge
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.models.source import check_model
@@ -272,6 +273,8 @@ def read_engine_config(overrides: Sequence[str]) -> EngineConfig:
     converter = Converter(_Settings)
     settings: _Settings = converter.build(tree)
     problems.extend(converter.problems)
+    if (problem := cache_size_problem(settings.engine)) is not None:
+        problems.append(f"engine.memory_fraction = {settings.engine.memory_fraction:g}: {problem}")
     if problems:
         raise ConfigError(problems, COMMAND_LINE)
     return settings.engine

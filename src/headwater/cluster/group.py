@@ -14,7 +14,7 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
 from headwater.core.errors import RankFailed
-from headwater.core.learner import LearnerStatus, ProfileOrder, Role
+from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket
 from headwater.learner.partition import balanced_parts, imbalance
@@ -66,6 +66,12 @@ class RanksWriting:
             raise RankFailed(f"{self.folder.name.lstrip('.')} is incomplete: {self.ranks.failure}")
 
 
+def peak_memory(ranks: Sequence[RankStatus]) -> dict[str, float]:
+    """The most memory that ranks have used, in GiB."""
+    peaks = [each.peak_memory_bytes / 2**30 for each in ranks]
+    return {"ranks/memory_peak_gib_mean": sum(peaks) / len(peaks), "ranks/memory_peak_gib_max": max(peaks)}
+
+
 class LearnerGroup:
     """The ``Learner`` of the trainer. It knows the ranks' learners only through their calls.
 
@@ -92,7 +98,7 @@ class LearnerGroup:
     def update(self, batch: DataProto) -> dict[str, float]:
         rows = balanced_parts(batch, self._num_parts, num_minibatches=self._config.learner.num_minibatches)
         stats = self._first("update", self._for_ranks((part,) for part in dispatch(batch, rows)))
-        return stats | imbalance(batch, rows)
+        return stats | imbalance(batch, rows) | peak_memory(self._status.ranks)
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
         return self._first("supervise", self._for_ranks((part,) for part in self._parts(batch)))

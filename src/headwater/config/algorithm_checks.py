@@ -303,6 +303,13 @@ def aggregation_is_used(config: Config, layers: Layers) -> Iterator[Clash]:
             ("algorithm.aggregation", "algorithm.policy_loss"),
             f"algorithm.policy_loss = {algorithm.policy_loss} always uses {own}; use that",
         )
+    argument = algorithm.policy_loss_args.get("aggregation")
+    if own and argument and not config.critic.enabled and algorithm.aggregation not in (argument, default):
+        yield Clash(
+            ("algorithm.aggregation", "algorithm.policy_loss_args"),
+            f"nothing reads this, because algorithm.policy_loss_args.aggregation = {argument} replaces it; remove "
+            "one of the two",
+        )
 
 
 def filtering_can_accept(config: Config, layers: Layers) -> Iterator[Clash]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headwater.config.clash import Check, Clash, Layers, given_in, unread
+from headwater.config.clash import Check, Clash, Layers, given_in, is_resolved, unread
 from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_file, is_whole, with_absolute_paths
@@ -80,8 +80,7 @@ def warmup_ends_within_run(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def _was_cut_short(key: str, layers: Layers) -> bool:
     """Whether the run was shortened on the command line, which does not require changing its recipe."""
-    is_resolved = len(layers) == len(settings(Config))  # the recipe of a run, which must load again
-    return is_resolved or layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
+    return is_resolved(layers) or layers.get("trainer.total_steps", -1) > layers.get(key, -1) >= 0
 
 
 def task_fills_a_step(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -171,7 +170,17 @@ def eval_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if not (config.eval.before or config.eval.after or config.eval.is_repeated or config.eval.only):
         switches = ("eval.before", "eval.after", "eval.every_steps", "eval.every_epochs", "eval.only")
         why = f"{', '.join(switches)} are all off; turn one on"
-        yield from unread(given_in("eval", layers), switches, why, layers)
+        data = ["data.eval", "data.num_eval_rows", "data.max_eval_rows"]
+        keys = [*given_in("eval", layers), *data, "trainer.num_tracked_samples"]
+        yield from unread(keys, switches, why, layers)
+        if config.trainer.save_learner_logprobs and not config.trainer.save_rollouts_every_steps:
+            saves = ("trainer.save_rollouts_every_steps", *switches)
+            why = "trainer.save_rollouts_every_steps = 0 saves no rollouts and all evaluations are off; turn one on"
+            yield from unread(["trainer.save_learner_logprobs"], saves, why, layers)
+    if config.eval.only:
+        why = "eval.only = true evaluates once, in a new run, and trains nothing; set it to false"
+        keys = [f"eval.{name}" for name in ("before", "after", "every_steps", "every_epochs")]
+        yield from unread([*keys, "run.if_exists"], ("eval.only",), why, layers)
 
 
 def tracker_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:

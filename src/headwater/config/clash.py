@@ -51,6 +51,21 @@ def unread(keys: Iterable[str], switches: tuple[str, ...], why: str, layers: Lay
             yield Clash((key, *switches), f"nothing reads this, because {why}, or remove this")
 
 
+def is_resolved(layers: Layers) -> bool:
+    """Whether this is the recipe of a run, which gives every key and must load again."""
+    return len(layers) == len(settings(Config))
+
+
+def is_contradicted(key: str, by: str, layers: Layers) -> bool:
+    """Whether ``key`` was given with ``by``, which decides what it says, or after it.
+
+    The command line may contradict the recipe, but neither of them may contradict itself.
+    """
+    if key not in layers or layers[key] < layers.get(by, -1):
+        return False
+    return not is_resolved(layers) or layers[key] > min(layers.values())
+
+
 def given_in(section: str, layers: Layers) -> list[str]:
     """The keys of a section that were given."""
     return [key for key in layers if key.startswith(f"{section}.")]

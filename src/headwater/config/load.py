@@ -26,7 +26,7 @@ from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
-from headwater.config.training_checks import DATA_CHECKS, TRAINING_CHECKS
+from headwater.config.training_checks import DATA_CHECKS, TRAINING_CHECKS, engine_can_be_deterministic
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
 
@@ -82,7 +82,8 @@ def load_config(
 
     assert isinstance(tree, Branch)
     converter = Converter(Config)
-    config = _with_implied(converter.build(tree))
+    built = converter.build(tree)
+    config = _with_implied(built)
     problems.extend(converter.problems)
     given = _given(tree)
     origins_by_key = _origins(given)
@@ -93,9 +94,12 @@ def load_config(
             *(*checks, *CHECKS, *DATA_CHECKS, *SERVER_CHECKS),
             *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS, *TRAINING_CHECKS),
         )
-        clashes = [clash for check in every_check for clash in check(config, layers)]
+        checked = [(config, check) for check in every_check] + [(built, engine_can_be_deterministic)]
         problems.extend(
-            clash.line(config, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
+            clash.line(each, origins_by_key)
+            for each, check in checked
+            for clash in check(each, layers)
+            if converter.doubtful.isdisjoint(clash.keys)
         )
     if problems:
         default = COMMAND_LINE if all(isinstance(each, str) for each in overrides) else PYTHON_CODE

@@ -53,6 +53,9 @@ def config_notices(config: Config, given: Collection[str] = (), automatic: str |
         *_gpu_only(config, given, automatic),
         *_interpolation(config),
         *_one_rank(config),
+        *_several_ranks(config, given),
+        *_running_ray(config),
+        *_no_forward_pass(config),
         *_separate(),
         *_forgotten(config, given),
     ]
@@ -72,7 +75,9 @@ def eval_notices(overrides: Collection[str]) -> Iterator[Notice]:
 
 
 def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> Iterator[Notice]:
-    for key in GPU_ONLY:
+    # vLLM on a CPU takes a fixed size if none is given.
+    also = ("engine.memory_fraction",) if config.rollout.backend == "vllm" else ()
+    for key in (*GPU_ONLY, *also):
         value = value_at(config, key)
         if value == settings(Config)[key].default() and key not in given:
             continue
@@ -95,6 +100,38 @@ def _one_rank(config: Config) -> Iterator[Notice]:
     has_one = config.cluster.kind == "local" and os.environ.get("WORLD_SIZE", "1") == "1"
     if has_one and value_at(config, key) != settings(Config)[key].default():
         yield Notice(f"{key} = {show(value_at(config, key))}", "has no effect, because the learner is one process")
+
+
+def _several_ranks(config: Config, given: Collection[str]) -> Iterator[Notice]:
+    """What only a learner of one process reads, if someone asked for it."""
+    is_ray = config.cluster.kind == "ray"
+    num_ranks = str(config.cluster.learner.num_ranks) if is_ray else os.environ.get("WORLD_SIZE", "1")
+    for key in ("learner.convert_at_once", "learner.join_projections"):
+        if num_ranks != "1" and key in given and value_at(config, key):
+            yield Notice(
+                f"{key} = {show(value_at(config, key))}", f"has no effect, because there are {num_ranks} ranks"
+            )
+
+
+def _no_forward_pass(config: Config) -> Iterator[Notice]:
+    algorithm, tokens = config.algorithm, config.learner.max_tokens_per_forward_pass
+    has_other_models = config.critic.enabled or config.reward.model or algorithm.kl_in_loss or algorithm.kl_in_reward
+    is_asked = algorithm.old_logprobs != "rollout" or config.trainer.save_learner_logprobs
+    if tokens and not (has_other_models or is_asked):
+        yield Notice(
+            f"learner.max_tokens_per_forward_pass = {tokens}",
+            "has no effect, because the run computes no pass without gradients: algorithm.old_logprobs = rollout, and "
+            "there is no critic, reference or reward model",
+        )
+
+
+def _running_ray(config: Config) -> Iterator[Notice]:
+    size, address = config.cluster.object_store_mib, os.environ.get("RAY_ADDRESS", "")
+    if config.cluster.kind == "ray" and size and address:
+        yield Notice(
+            f"cluster.object_store_mib = {size}",
+            f"has no effect, because RAY_ADDRESS = {address} names a Ray that runs already",
+        )
 
 
 def _separate() -> Iterator[Notice]:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import get_args
 from urllib.parse import urlsplit
 
-from headwater.config.clash import Check, Clash, Layers, unread
+from headwater.config.clash import Check, Clash, Layers, is_contradicted, unread
 from headwater.config.declared import WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.rollout_schema import WeightTransfer
-from headwater.config.schema import Config
+from headwater.config.schema import Config, EngineConfig
 from headwater.config.traits import BackendTraits
 from headwater.config.tree import show
 
@@ -153,6 +153,21 @@ def engine_settings_are_read(config: Config, layers: Layers) -> Iterator[Clash]:
                 f"the {backend} backend does not read this; use rollout.backend=embedded, or set it back to "
                 f"{show(setting.default())}",
             )
+
+
+def cache_size_problem(engine: EngineConfig) -> str | None:
+    """Why the settings of the size of the KV cache do not go together; also for ``headwater serve``."""
+    if not (engine.kv_cache_gib and engine.memory_fraction):
+        return None
+    return (
+        f"nothing reads this, because engine.kv_cache_gib = {engine.kv_cache_gib:g} is the size of the KV cache; set "
+        "one of them to 0"
+    )
+
+
+def cache_has_one_size(config: Config, layers: Layers) -> Iterator[Clash]:
+    if (problem := cache_size_problem(config.engine)) is not None:
+        yield Clash(("engine.memory_fraction", "engine.kv_cache_gib"), problem)
 
 
 def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
@@ -299,6 +314,15 @@ def weight_folder_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def running_servers_have_devices(config: Config, layers: Layers) -> Iterator[Clash]:
+    if config.rollout.servers and config.rollout.device != "auto":
+        yield Clash(
+            ("rollout.device", "rollout.servers"),
+            "nothing reads this, because rollout.servers names running ones, which have their devices; remove one of "
+            "the two",
+        )
+
+
 def colocated_engine_has_the_learners_device(config: Config, layers: Layers) -> Iterator[Clash]:
     device = config.rollout.device
     if not config.rollout.is_separate and device not in ("auto", config.model.device):
@@ -333,6 +357,13 @@ def residency_can_be_followed(config: Config, layers: Layers) -> Iterator[Clash]
     if not chosen or (alone and len(chosen) > 1):
         yield Clash((key,), "must be [auto], [resident], or a list of kv_cache, weights, parameters and optimizer")
         return
+    released = [each for each in chosen if each in ("kv_cache", "weights")]
+    if released and not config.engine.keep_addresses and is_contradicted("engine.keep_addresses", key, layers):
+        yield Clash(
+            ("engine.keep_addresses", key),
+            f"nothing reads this, because what {key} releases ({released[0]}) must come back at the same addresses; "
+            "remove this",
+        )
     named = [each for each in chosen if each in ("kv_cache", "weights", "parameters")]
     if not named:
         return
@@ -368,6 +399,8 @@ SERVER_CHECKS: tuple[Check, ...] = (
     weight_encoding_is_read,
     server_limits_are_read,
     adapters_can_be_published,
+    cache_has_one_size,
+    running_servers_have_devices,
     colocated_engine_has_the_learners_device,
     offloading_learner_takes_turns,
     residency_can_be_followed,

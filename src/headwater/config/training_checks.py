@@ -9,12 +9,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headwater.config.clash import Check, Clash, Layers, unread
+from headwater.config.clash import Check, Clash, Layers, is_contradicted, is_resolved, unread
 from headwater.config.declared import read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.paths import is_folder, is_hub_id
 from headwater.config.schema import Config
 from headwater.config.traits import AdvantageTraits
+from headwater.config.tree import show
 from headwater.core.registry import NOT_HERE, PYTHON, PythonObject, nearest
 
 SOURCE_KEYS = ("source", "subset", "split", "columns", "system_prompt", "data_source", "max_rows", "weight")
@@ -32,9 +33,8 @@ def critic_minibatches_divide_prompts(config: Config, layers: Layers) -> Iterato
 
 
 def epochs_or_steps(config: Config, layers: Layers) -> Iterator[Clash]:
-    is_resolved = len(layers) == len(settings(Config))  # the recipe of a run has both, and must load again
     given_later = layers.get("trainer.total_steps", -1) >= layers.get("trainer.total_epochs", -1)
-    if config.trainer.total_epochs and given_later and not is_resolved:
+    if config.trainer.total_epochs and given_later and not is_resolved(layers):
         yield Clash(
             ("trainer.total_steps", "trainer.total_epochs"),
             f"trainer.total_epochs = {config.trainer.total_epochs} decides the number of steps; remove this, or set "
@@ -129,6 +129,35 @@ def scores_can_be_late(config: Config, layers: Layers) -> Iterator[Clash]:
         )
 
 
+def layers_can_be_fused(config: Config, layers: Layers) -> Iterator[Clash]:
+    learner, lora = config.learner, config.lora
+    in_the_way = {
+        "run.deterministic": (config.run.deterministic, "computes projections separately in every run"),
+        "learner.fused_layers": (not learner.fused_layers, "uses no fused kernels, of which this is one"),
+        "learner.compile": (learner.compile, "compiles the layers instead"),
+        "learner.convert_at_once": (not learner.convert_at_once, "converts one layer at a time"),
+        "lora.rank": (lora.rank > 0 and not lora.targets, "gives every projection an adapter"),
+    }
+    asked = {"learner.join_projections": tuple(in_the_way), "learner.fused_layers": ("learner.compile",)}
+    for key, others in asked.items():
+        for other in others if value_at(config, key) else ():
+            is_in_the_way, why = in_the_way[other]
+            if is_in_the_way and is_contradicted(key, other, layers):
+                cause = f"{other} = {show(value_at(config, other))} {why}"
+                yield Clash((key, other), f"nothing reads this, because {cause}; remove one of the two")
+
+
+def engine_can_be_deterministic(config: Config, layers: Layers) -> Iterator[Clash]:
+    """``config`` is what was given, before ``run.deterministic`` turns on the other."""
+    key, other = "engine.deterministic", "run.deterministic"
+    if config.run.deterministic and not config.engine.deterministic and is_contradicted(key, other, layers):
+        yield Clash(
+            (key, other),
+            "nothing reads this, because run.deterministic = true needs a deterministic engine; set that to false, or "
+            "remove this",
+        )
+
+
 TRAINING_CHECKS: tuple[Check, ...] = (
     critic_minibatches_divide_prompts,
     epochs_or_steps,
@@ -137,6 +166,7 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     best_is_measured,
     reference_is_read,
     scores_can_be_late,
+    layers_can_be_fused,
 )
 
 

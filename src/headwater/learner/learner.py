@@ -89,6 +89,7 @@ class LocalLearner:
         columns: dict[str, Tensor] = {}
         for name in what:
             columns |= self._computation(name)(batch)
+        self._note_peak()
         return columns
 
     def _computation(self, name: str) -> Callable[[DataProto], Mapping[str, Tensor]]:
@@ -351,9 +352,7 @@ class LocalLearner:
     def status(self) -> LearnerStatus:
         engine = self.actor.engine
         on_gpu = engine.device.type == "cuda"
-        most_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        peak = torch.cuda.max_memory_allocated(engine.device) if on_gpu else 1024 * most_kib
-        self._peak_bytes = max(self._peak_bytes, peak)  # kept, because a measurement of one stage resets the counter
+        self._note_peak()
         every = list(self._engines())
         here = RankStatus(engine.ranks.index, socket.gethostname(), os.getpid(), str(engine.device), self._peak_bytes)
         return LearnerStatus(
@@ -367,6 +366,15 @@ class LocalLearner:
             forward_pass_tokens=max(each.forward_pass_tokens for each in every),
             ranks=(here,),
         )
+
+    def _note_peak(self) -> None:
+        """Keep the peak, because the first rank also measures single stages, which resets the counter."""
+        device = self.actor.engine.device
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+        else:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self._peak_bytes = max(self._peak_bytes, peak)
 
     def close(self) -> None:
         """Leave the group of engines. Nothing else is held beyond the memory of this object."""

@@ -81,6 +81,10 @@ def load_tokenizer(path: str, *, key: str = "model.path", chat_template: str = "
     return tokenizer
 
 
+_HOW_IT_WAS_READ = ("is_local", "local_files_only")
+"""transformers notes this in the tokenizer and would save it: the files would depend on the folder they came from."""
+
+
 def _read_tokenizer(location: Path | str, key: str) -> Any:
     if isinstance(location, Path):
         folder_checks.check_tokenizer(location, key)
@@ -91,6 +95,8 @@ def _read_tokenizer(location: Path | str, key: str) -> Any:
         tokenizer = loader.from_pretrained(location, padding_side="left")
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot use
         raise _cannot_read(location, "tokenizer", error, key) from error
+    for name in _HOW_IT_WAS_READ:
+        tokenizer.init_kwargs.pop(name, None)
     if is_vision(config) and (template := read_legacy_template(location)):
         tokenizer.chat_template = template
     if tokenizer.pad_token_id is None:

@@ -143,8 +143,10 @@ def test_errors_cross_the_connection_as_they_are():
 
 
 def test_every_setting_of_the_engine_reaches_the_server():
-    config = EngineConfig(max_queue=5, overlap=False, update_mode="drain", kv_cache_gib=0.25, memory_fraction=0.3)
+    config = EngineConfig(max_queue=5, overlap=False, update_mode="drain", kv_cache_gib=0.25)
     assert read_engine_config(engine_arguments(config, shares_device=True)) == config
+    part = EngineConfig(memory_fraction=0.3)
+    assert read_engine_config(engine_arguments(part, shares_device=True)) == part
     shared, alone = (read_engine_config(engine_arguments(EngineConfig(), shares_device=each)) for each in (True, False))
     assert shared == EngineConfig(memory_fraction=SHARED_FRACTION)
     assert alone == EngineConfig(), "a server that has a device to itself sizes its cache from all of it"

@@ -39,7 +39,7 @@ class Rank:
         return {"actor/loss": 0.5}
 
     def status(self) -> LearnerStatus:
-        here = RankStatus(self._rank, "node", 70 + self._rank, f"cuda:{self._rank}", peak_memory_bytes=2**30)
+        here = RankStatus(self._rank, "node", 70 + self._rank, f"cuda:{self._rank}", (1 + self._rank) * 2**30)
         tokens = {"pass_tokens": 10 - self._rank, "forward_pass_tokens": 40 + self._rank}
         return LearnerStatus(3, "cuda:0", 0, 0.1, memory_bytes=100 * self._number, **tokens, ranks=(here,))
 
@@ -113,7 +113,7 @@ def test_a_turn_is_remembered_but_not_that_of_the_status():
     assert (now.call, now.last_call.partition(",")[0]) == ("", "update")
 
 
-def test_an_update_tells_how_evenly_the_ranks_are_loaded(calls):
+def test_an_update_tells_how_evenly_the_ranks_are_loaded_and_how_much_memory_they_used(calls):
     lengths = [8, 8, 8, 2, 2, 2]
     mask = torch.zeros(6, 8, dtype=torch.long)
     for row, length in enumerate(lengths):
@@ -128,6 +128,8 @@ def test_an_update_tells_how_evenly_the_ranks_are_loaded(calls):
         "ranks/tokens_max": 10,
         "ranks/in_order_tokens_min": 4,
         "ranks/in_order_tokens_max": 16,
+        "ranks/memory_peak_gib_mean": 2,
+        "ranks/memory_peak_gib_max": 3,
     }
 
 

@@ -72,3 +72,40 @@ def test_a_forgotten_model_or_task_is_said():
     assert said("model.path=tiny:llama") == ["data.train is not given"]
     assert said("model.path=tiny:llama", "data.dataset=mine.py:Rows") == []
     assert said() == []  # all defaults, as `headwater config` shows them; a resumed run gives none either
+
+
+def test_what_the_number_of_ranks_a_running_ray_or_vllm_on_a_cpu_makes_idle_is_said(monkeypatch):
+    def subjects(*overrides):
+        loaded = load_config("quickstart", overrides)
+        return {each.subject for each in config_notices(loaded.config, loaded.given, "cpu")}
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    at_once = "learner.convert_at_once=true"
+    two = ["cluster=ray", "cluster.learner.num_ranks=2", "cluster.object_store_mib=100"]
+    # On this CPU, it has no effect either.
+    assert "there are 2 ranks" in told("learner.convert_at_once = true", at_once, *two)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert "there are 4 ranks" in told("learner.convert_at_once = true", at_once)
+    assert "cluster.object_store_mib = 100" not in subjects(*two)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert "cluster.object_store_mib = 100" in subjects(*two)
+    assert "engine.memory_fraction = 0.5" in subjects("rollout.backend=vllm", "engine.memory_fraction=0.5")
+    assert "engine.memory_fraction = 0.5" not in subjects("engine.memory_fraction=0.5")
+
+
+def test_a_limit_of_passes_that_a_run_does_not_make_is_said():
+    key, passes = "learner.max_tokens_per_forward_pass", "trainer.save_learner_logprobs=false"
+    assert "no pass without gradients" in told(f"{key} = 4096", f"{key}=4096", passes)
+    for setting in (
+        "algorithm.old_logprobs=recompute",
+        "algorithm.kl_in_reward=0.1",
+        "trainer.save_learner_logprobs=true",
+    ):
+        assert not told(f"{key} = 4096", f"{key}=4096", passes, setting)
+
+
+def told(subject, *overrides):
+    loaded = load_config("quickstart", overrides)
+    notices = config_notices(loaded.config, loaded.given, "cpu")
+    return " ".join(each.text for each in notices if each.subject == subject)

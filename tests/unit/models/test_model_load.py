@@ -75,6 +75,10 @@ def test_saving_and_loading_keeps_logits_and_tokens(name: str, tmp_path: Path) -
     assert end_token_ids(loaded, loaded_tokenizer) == (1,)
     assert not loaded.training
     assert load_processor(str(tmp_path / name)) is None
+    # A resumed run exports the same files, also those that do not matter to it.
+    loaded_tokenizer.save_pretrained(tmp_path / "again")
+    for file in (tmp_path / "again").iterdir():
+        assert file.read_bytes() == (tmp_path / name / file.name).read_bytes(), file.name
 
 
 def test_a_vision_model_of_another_type_is_refused_by_name(tmp_path: Path) -> None:

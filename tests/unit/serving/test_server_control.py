@@ -116,6 +116,10 @@ def test_wrong_settings_are_told_all_at_once():
     assert "engine.decode_steps = 0 (command line): must be >= 1" in problems
     assert "trainer.total_steps (command line): no such key" in problems
     assert "an override needs a value" in problems
+    with pytest.raises(
+        ConfigError, match=r"engine\.memory_fraction = 0\.5: nothing reads this, because engine\.kv_cache_gib"
+    ):
+        read_engine_config(["engine.kv_cache_gib=1", "engine.memory_fraction=0.5"])
 
 
 def test_loopback_addresses():
