@@ -19,7 +19,9 @@ GUESS = 0.25
 
 
 @pytest.mark.parametrize(
-    ("dtype", "max_gap", "max_mean_gap"), [("float32", 5e-3, 5e-4), ("bfloat16", 0.5, 0.03)], ids=["float32", "bfloat16"]
+    ("dtype", "max_gap", "max_mean_gap"),
+    [("float32", 5e-3, 5e-4), ("bfloat16", 0.5, 0.03)],
+    ids=["float32", "bfloat16"],
 )
 def test_a_run_with_pictures_learns_and_its_engine_has_the_weights_of_the_learner(
     tmp_path, dtype, max_gap, max_mean_gap
@@ -38,8 +40,8 @@ def check_run(
     steps = metrics(run, "train")
     assert [each["step"] for each in steps] == list(range(1, NUM_STEPS + 1))
     for each in steps:
-        # After the first step, the engine has weights that were published. Weights that are one step old have larger
-        # gaps than these.
+        # After the first step, the engine has weights that were published. With float32, the gap is little more than
+        # rounding, so weights that are older than the learner's would be noticed.
         assert each["rollout_gap/logprob_abs_max"] < max_gap, each["step"]
         assert each["rollout_gap/logprob_abs_mean"] < max_mean_gap, each["step"]
         assert each["actor/grad_norm"] > 0
