@@ -56,11 +56,15 @@ def main(folder: Path, num_ranks: int, num_context: int, names: list[str]) -> No
             return
         results: dict[str, Any] = {"taken": {}, "resumed": {}, "held": {}, "tokens": {}}
         everyone: list[tuple[Any, ...]] = [()] * num_ranks
+
+        def everywhere(method: str) -> list[Any]:
+            return group.call(method, everyone)
+
         for name in names:
             case = split(CASES[name], num_context)
             learner = group.build(build, spec_of(case, folder), timeout_s=300)
             group.call("watch", everyone)
-            results["taken"][name] = take_steps(learner, case, folder / "together" / name)
+            results["taken"][name] = take_steps(learner, case, folder / "together" / name, everywhere)
             results["held"][name] = group.call("held_bytes", everyone)
             results["tokens"][name] = group.call("counted", everyone)
             if name in RESUMED and num_ranks > 2:  # the fast test does not look at it

@@ -83,27 +83,45 @@ def without_ranks(stats: dict[str, float]) -> set[str]:
     return {name for name in stats if not name.startswith("ranks/")}
 
 
+def assert_same_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
+    """Those of the first optimiser step, tensor by tensor. Weights after it cannot be compared as closely.
+
+    A rank that leaves out a row or a picture, or counts one twice, changes them by tens of percent. Rounding changes
+    them by less than 1e-4 with float32 and 1e-2 with bfloat16, measured on x86.
+    """
+    assert actual.keys() == expected.keys(), name
+    share = 0.03 if name in COARSE else 1e-3
+    largest = max((float(gradient.norm()) for gradient in expected.values()), default=0.0)
+    for key, gradient in expected.items():
+        difference, norm = float((actual[key] - gradient).norm()), float(gradient.norm())
+        # The gradients of some biases are rounding alone.
+        rounding = (1e-3 if name in COARSE else 1e-6) * largest
+        assert difference <= share * norm + rounding, f"{name}: {key} has the norm {norm} and differs by {difference}"
+
+
 def assert_same_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> None:
     assert actual.keys() == expected.keys(), name
+    has_pictures = any(case.has_pictures and f"{name}, ".startswith(f"{each}, ") for each, case in CASES.items())
     for key, tensor in expected.items():
         # A step of AdamW has the size of the learning rate, 1e-3, however small the gradient is: where a gradient is
-        # nearly zero, rounding decides the direction of the step.
+        # nearly zero, rounding decides the direction of the step. With pictures, on x86, in up to 5% of the places.
         differs = ~torch.isclose(actual[key], tensor, atol=1e-5, rtol=1e-5)
         # Without rotary embeddings, a bias of keys changes no attention, so its gradient is rounding alone.
         is_rounding = ".vision_model." in key and key.endswith("k_proj.bias")
-        # With pictures, the second step differs in more places on some CPUs (3% on x86, none on ARM).
-        most = max(2, tensor.numel() // (10 if "pictures" in name else 1000))
+        most = max(2, tensor.numel() // (10 if has_pictures else 1000))
         num_different = int(differs.sum())
         assert is_rounding or num_different <= most, f"{name}: {key} differs in {num_different} of {tensor.numel()}"
         assert (actual[key] - tensor).abs().max() < 5e-3, f"{name}: {key}"
 
 
 def assert_same_steps(ours: dict, theirs: dict, name: str, numbers: tuple[str, ...]) -> None:
-    """The numbers of every step, and the weights after them, are equal to rounding."""
+    """The numbers of every step, the gradients of the first, and the weights after them are equal to rounding."""
+    assert_same_gradients(ours["gradients"], theirs["gradients"], name)
     for step, (mine, other) in enumerate(zip(ours["stats"], theirs["stats"], strict=True)):
         assert without_ranks(mine) == other.keys(), name
-        # The second step begins with weights that rounding has changed, and AdamW's first steps amplify that.
-        tolerance = {"rel": 5e-3 if step else 1e-4, "abs": 1e-6}
+        # Every step of AdamW after the first begins with weights that rounding has changed.
+        is_exact = other["actor/optimizer_steps"] == 1 and not CASES[name].has_pictures
+        tolerance = {"rel": 5e-3 if step else 1e-5 if is_exact else 1e-4, "abs": 1e-6}
         for key in (each for each in other if each.endswith(numbers)):
             expected = pytest.approx(other[key], **({"rel": 0.1, "abs": 0.03} if name in COARSE else tolerance))
             assert mine[key] == expected, f"{name}: {key} of step {step + 1}"

@@ -23,7 +23,7 @@ from vllm_images import ask, assert_logprobs, check_updates, context, picture, r
 
 from headwater.backends.vllm.engine import VllmEngine
 from headwater.core.errors import RequestError
-from headwater.core.media import MediaContent
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia, rotary_positions
 from headwater.models.load import load_processor
 
 PYTHON, IS_INSTALLED = python_of("vllm")
@@ -99,6 +99,55 @@ def test_frames_of_videos_are_nearly_those_of_torchvision() -> None:
     for name, steps in json.loads(done.stdout.splitlines()[-1]).items():
         assert steps["smooth"] < 2.01, name
         assert steps["noise"] < 0.5, name
+
+
+VIDEOS = """
+import base64, io, json, types
+import torch
+from PIL import Image
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.multimodal.media.image import ImageMediaIO
+from vllm.multimodal.media.video import VideoMediaIO
+
+stream = io.BytesIO()
+Image.new("RGB", (28, 28)).save(stream, "PNG")
+frames = ",".join([base64.b64encode(stream.getvalue()).decode()] * 40)
+read, about = VideoMediaIO(ImageMediaIO()).load_base64("video/jpeg", frames).media
+
+vision = types.SimpleNamespace(spatial_merge_size=2, tokens_per_second=2)
+model = Qwen2_5_VLForConditionalGeneration
+itself = types.SimpleNamespace(config=types.SimpleNamespace(vision_config=vision))
+itself.iter_mm_grid_thw = types.MethodType(model.iter_mm_grid_thw, itself)
+data = {"video_grid_thw": torch.tensor([3, 4, 4]), "second_per_grid_ts": torch.tensor(1.0)}
+video = types.SimpleNamespace(
+    modality="video",
+    mm_position=types.SimpleNamespace(offset=2),
+    data={name: types.SimpleNamespace(data=each) for name, each in data.items()},
+)
+positions, _ = model.get_mrope_input_positions(itself, [0] * 16, [video])
+print("TOLD", json.dumps([len(read), about["fps"], list(GenerateRequest.model_fields), positions.tolist()]))
+"""
+
+
+def test_vllm_still_cannot_be_given_a_video_as_the_learner_reads_it(tmp_path: Path) -> None:
+    """The reasons of docs/servers.md. Should one fail with a newer vLLM, videos may no longer have to be refused."""
+    (tmp_path / "videos.py").write_text(VIDEOS)
+    environment = os.environ | {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [PYTHON, tmp_path / "videos.py"], cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    num_frames, rate, settings, positions = json.loads(done.stdout.partition("TOLD")[2].splitlines()[0])
+    assert (num_frames, rate) == (32, 1.0), "of 40 frames; both are settings of the whole server"
+    assert "content_parts" in settings
+    assert not {"media_io_kwargs", "mm_processor_kwargs"} & set(settings), "no request can tell its rate"
+    block = MediaBlock(2, 12, (3, 2, 2), time_step=2.0)
+    ours = rotary_positions(16, (PlacedMedia(MediaContent.of("video", [b"frame"] * 6, 2.0), (block,)),)).tolist()
+    assert [row[:14] for row in positions] == [row[:14] for row in ours]
+    assert positions[0][14] == 7, "one after the video's last time"
+    assert ours[0][14] == 4, "after the larger side of its frames"
 
 
 GENERATE = """

@@ -24,6 +24,7 @@ import pictures
 import tiny
 import torch
 from ports import free_port
+from torch.distributed.tensor import DTensor
 
 from headwater.cluster.torchrun import join
 from headwater.config.load import load_config
@@ -32,6 +33,7 @@ from headwater.core.errors import HeadwaterError
 from headwater.core.learner import MEASURES_ITSELF, Learner, Role
 from headwater.core.records import Trajectory
 from headwater.learner.build import LearnerSpec, build_learner
+from headwater.learner.engine import TrainEngine
 from headwater.learner.held import held_by
 from headwater.learner.learner import LocalLearner
 from headwater.learner.partition import balanced_parts
@@ -214,8 +216,15 @@ def exported(learner: Learner, case: Case) -> dict[str, torch.Tensor]:
     }
 
 
-def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
-    """Two steps, with passes without a gradient before them and a checkpoint between them, also in the background."""
+def take_steps(
+    learner: Learner, case: Case, folder: Path, ask: Callable[[str], list[Any]] | None = None
+) -> dict[str, Any]:
+    """Two steps, with passes without a gradient before them and a checkpoint between them, also in the background.
+
+    ``ask`` calls a method of ``Observed`` on every rank.
+    """
+    ask = ask or (lambda method: [getattr(learner, method)()])
+    ask("keep_gradients")
     data = experience(case)
     computed = learner.compute(data, case.what)
     if "reference_logprobs" in computed:
@@ -234,6 +243,7 @@ def take_steps(learner: Learner, case: Case, folder: Path) -> dict[str, Any]:
         "computed": computed,
         "after_one": after_one,
         "stats": [first, second],
+        "gradients": ask("kept_gradients")[0],
         "saved": saved,
         "weights": exported(learner, case),
         "status": learner.status(),
@@ -268,6 +278,31 @@ class Observed(LocalLearner):
             "all": sum(each.numel() * each.element_size() for each in parameters),
         }
 
+    def keep_gradients(self) -> None:
+        """Keep those of the first optimiser step of every role, before they are clipped. No rounding of AdamW is in
+        them."""
+        self.gradients: dict[str, torch.Tensor] = {}
+        trained = {"policy": self.actor, **({"critic": self.critic} if self.critic is not None else {})}
+        for role, trainer in trained.items():
+            self._keep_gradients_of(role, trainer.engine)
+
+    def _keep_gradients_of(self, role: str, engine: TrainEngine) -> None:
+        clip = engine.optimizer.clip
+
+        def keep() -> torch.Tensor:
+            for name, parameter in engine.module.named_parameters():
+                if parameter.grad is not None:
+                    gradient = parameter.grad
+                    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                    self.gradients[f"{role}.{name}"] = whole.clone()
+            engine.optimizer.clip = clip  # type: ignore[method-assign]
+            return clip()
+
+        engine.optimizer.clip = keep  # type: ignore[method-assign]
+
+    def kept_gradients(self) -> dict[str, torch.Tensor]:
+        return self.gradients
+
     def fail_alone(self, rank: int) -> None:
         """Fail on one rank while the others wait for it."""
         ranks = self.actor.engine.ranks
@@ -297,11 +332,15 @@ def main(folder: Path, names: list[str]) -> None:
             group.serve()
             return
         results: dict[str, Any] = {"taken": {}, "resumed": {}, "held": {}}
+
+        def everywhere(method: str) -> list[Any]:
+            return group.call(method, [()] * 2)
+
         for name in names:
             case = CASES[name]
             learner = group.build(build, spec_of(case, folder), timeout_s=300)
             results["held"][name] = group.call("held_bytes", [()] * 2)
-            results["taken"][name] = take_steps(learner, case, folder / "of_two" / name)
+            results["taken"][name] = take_steps(learner, case, folder / "of_two" / name, everywhere)
             if name in RESUMED and len(names) > len(FEW):  # the fast tests do not look at it
                 learner = group.build(build, spec_of(case, folder), timeout_s=300)
                 results["resumed"][name] = resume(learner, case, folder / "of_one" / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pictures
 import pytest
 import torch
 from engine.engine_parts import make_model
@@ -24,7 +25,10 @@ from headwater.learner.joined_layers import (
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule
 from headwater.learner.packing import pack_rows, read_rows
+from headwater.learner.wide_layers import widen_layers
 from headwater.learner.working_copies import WorkingCopies
+from headwater.models import precision
+from headwater.rollout.group import pad_trajectories
 
 
 def gradients_of(function, *leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -108,6 +112,48 @@ def test_joined_models_have_the_gradients_of_the_others(kind, per_layer):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
         if per_layer:
             check(result(model), result(copy.deepcopy(plain)), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "per_layer", "defers"),
+    [
+        ("tiny:qwen2_5_vl", 1, False),
+        ("tiny:qwen3_vl", 1, False),
+        ("tiny:smolvlm", 2, True),
+        ("tiny:idefics3", 2, True),
+    ],
+)
+def test_vision_models_have_the_same_gradients_through_joined_and_deferring_layers(
+    monkeypatch, name, per_layer, defers
+):
+    """The layers that a GPU runs in bfloat16, in float32, where rounding hides nothing."""
+    monkeypatch.setattr(precision, "NARROW_TYPES", (torch.float32,))
+    data = pad_trajectories(pictures.group(1, [pictures.picture(1)], 2, name=name), 0)
+    [pack] = pack_rows(read_rows(data), data.batch["response_mask"].shape[1], 10_000)
+
+    def trained(model) -> dict[str, torch.Tensor]:
+        logprobs = PolicyModule(model, 1.0, pictures.processor(name))(pack.to(DEVICE))["logprobs"]
+        logprobs.sum().backward()
+        gradients = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+        return {"log-probs": logprobs.detach(), **gradients}
+
+    joint = pictures.model(name).to(DEVICE)
+    layers = joint.get_decoder().layers
+    del layers[2:]  # Triton's interpreter is slow
+    plain = copy.deepcopy(joint)
+    assert widen_layers(joint, torch.float32, uses_kernels=True, defers=True)
+    assert join_projections(joint, torch.float16, uses_kernels=True) == per_layer * len(layers)
+    outputs = []
+    layers[0].register_forward_hook(lambda *call: outputs.append(call[2]))
+    ours, expected = trained(joint), trained(plain)
+    assert isinstance(outputs[0], tuple) == defers
+    assert ours.keys() == expected.keys()
+    assert any(".visual." in key or "vision_model" in key for key in ours)
+    largest = max(float(each.abs().max()) for key, each in expected.items() if key != "log-probs")
+    for key, tensor in expected.items():
+        limit = 1e-4 * float(tensor.abs().max()) + 1e-6 * largest  # biases of keys have gradients of rounding alone
+        assert float((ours[key] - tensor).abs().max()) <= limit, key
 
 
 def test_layers_with_adapters_stay_separate():

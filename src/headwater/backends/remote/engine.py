@@ -47,7 +47,7 @@ class RemoteEngine:
     declared_capabilities: ClassVar[Capabilities] = Capabilities(
         seeded_sampling=False,  # the same seed gives the same tokens only in the same batch
         checksums=False,  # its workers store weights in their own layout
-        videos=False,  # they would have to be sent as video files
+        videos=False,  # no request can tell the rate of its frames, and text after them has other positions
     )
 
     def __init__(

@@ -15,7 +15,7 @@ from headwater.backends.vllm.wire import STREAM_INTERVAL
 from headwater.config.schema import Config
 
 MEDIA_LIMITS = {"video": 0}
-"""Only images are passed on, so vLLM need not keep room for the longest video."""
+"""Videos are refused (docs/servers.md tells why), so vLLM need not keep room for the longest one."""
 _CPU_CACHE_GIB = 1.0
 _SHARED_FRACTION = 0.4
 """Share of a GPU's memory for a server on the device of the learner."""
