@@ -247,7 +247,8 @@ def weight_link_has_gpus(config: Config, layers: Layers) -> Iterator[Clash]:
     if not (rollout.is_separate and chosen_transfer(config) == "collective"):
         yield Clash(
             (key, "rollout.weight_transfer"),
-            f"only rollout.weight_transfer=collective to servers uses a link; use it, {remedy}",
+            "nothing reads this, because only rollout.weight_transfer=collective to servers uses a link; use it, "
+            f"{remedy}",
         )
         return
     used = {"model.device": [config.model.device]}
