@@ -47,12 +47,11 @@ class FullLength:
 
 
 class Watch(Display):
-    """Notes when every step ends, and the peak of main memory so far."""
+    """Notes when every step ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ends: list[float] = []
-        self.peak_gib = 0.0
 
     @contextmanager
     def stage(self, name: str, total: int, start: int = 0) -> Iterator[Reporter]:
@@ -61,7 +60,6 @@ class Watch(Display):
 
     def update(self, done: int, shown: Mapping[str, str]) -> None:
         self.ends.append(time.perf_counter())
-        self.peak_gib = host_peak_gib()
 
     @property
     def seconds(self) -> list[float]:
@@ -136,7 +134,8 @@ def main(job_file: Path, outcome_file: Path) -> None:
         steps=steps,
         new_tokens=sum(sum(each["loss_mask"]) for each in rollouts),
         num_rewards=len({each["reward"] for each in rollouts}),
-        peak_gib=max(on_gpu, default=watch.peak_gib),
+        # The stages of a step reset the peak of the process.
+        peak_gib=max(on_gpu or [host_peak_gib(), *(each["memory/host_peak_gib"] for each in records)]),
         held_gib=[each["memory/gpu_gib" if on_gpu else "memory/host_gib"] for each in records],
         versions={
             "headwater": headwater.__version__,

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+import torch
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths
 from headwater.backends.hf_generator import HfGenerator
@@ -200,7 +202,9 @@ class HfEngine:
         """Take new weights when the batch being generated has ended, which is what ``drain`` means."""
 
         def take() -> None:
-            with self._updating():
+            on_gpu = self._model.device.type == "cuda"
+            # NCCL receives on the current GPU of the thread that reads the buckets.
+            with torch.cuda.device(self._model.device) if on_gpu else nullcontext(), self._updating():
                 try:
                     receiver.take_all(update)
                 except WeightsIncomplete:

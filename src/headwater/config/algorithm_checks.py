@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headwater.config.arguments import ChosenCorrection, chosen_corrections
-from headwater.config.clash import Check, Clash, Layers, given_in, unread
+from headwater.config.clash import Check, Clash, Layers, given_in, is_contradicted, unread
 from headwater.config.declared import Declared, T, WrongDeclaration, read_declared
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
@@ -304,7 +304,8 @@ def aggregation_is_used(config: Config, layers: Layers) -> Iterator[Clash]:
             f"algorithm.policy_loss = {algorithm.policy_loss} always uses {own}; use that",
         )
     argument = algorithm.policy_loss_args.get("aggregation")
-    if own and argument and not config.critic.enabled and algorithm.aggregation not in (argument, default):
+    is_given = is_contradicted("algorithm.aggregation", "algorithm.policy_loss_args", layers)
+    if is_given and own and argument and not config.critic.enabled and algorithm.aggregation not in (argument, default):
         yield Clash(
             ("algorithm.aggregation", "algorithm.policy_loss_args"),
             f"nothing reads this, because algorithm.policy_loss_args.aggregation = {argument} replaces it; remove "

@@ -26,7 +26,7 @@ from headwater.config.recipe import RecipeReader, parse_override
 from headwater.config.schema import Config
 from headwater.config.score_checks import SCORE_CHECKS
 from headwater.config.server_checks import SERVER_CHECKS
-from headwater.config.training_checks import DATA_CHECKS, TRAINING_CHECKS, engine_can_be_deterministic
+from headwater.config.training_checks import DATA_CHECKS, GIVEN_CHECKS, TRAINING_CHECKS
 from headwater.config.tree import COMMAND_LINE, DEFAULT, Branch, Tree, merge, origins, where
 from headwater.core.errors import ConfigError
 
@@ -94,13 +94,11 @@ def load_config(
             *(*checks, *CHECKS, *DATA_CHECKS, *SERVER_CHECKS),
             *(*ALGORITHM_CHECKS, *SCORE_CHECKS, *CLUSTER_CHECKS, *TRAINING_CHECKS),
         )
-        checked = [(config, check) for check in every_check] + [(built, engine_can_be_deterministic)]
-        problems.extend(
-            clash.line(each, origins_by_key)
-            for each, check in checked
-            for clash in check(each, layers)
-            if converter.doubtful.isdisjoint(clash.keys)
-        )
+        for checked, its_checks in ((config, every_check), (built, GIVEN_CHECKS)):
+            clashes = (clash for check in its_checks for clash in check(checked, layers))
+            problems.extend(
+                clash.line(checked, origins_by_key) for clash in clashes if converter.doubtful.isdisjoint(clash.keys)
+            )
     if problems:
         default = COMMAND_LINE if all(isinstance(each, str) for each in overrides) else PYTHON_CODE
         raise ConfigError(problems, ", ".join(display(path) for path in paths) or default)

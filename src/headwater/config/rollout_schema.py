@@ -92,8 +92,8 @@ class RolloutConfig:
     `file`, or `collective`: the ranks send their parts over the network. `auto` takes the first that works, but
     never cuda_ipc."""
     weight_link: WeightLink = "gloo"
-    """With weight_transfer=collective: what carries the weights. `gloo` sends from main memory and works on every
-    machine; `nccl` sends from GPU to GPU, with a separate GPU for every learner rank and every server."""
+    """With weight_transfer=collective: `gloo` sends from main memory and works on every machine; `nccl` sends from GPU
+    to GPU, needs a separate GPU for every learner rank and server, and does not survive the loss of a server."""
     weight_encoding: WeightEncoding = "plain"
     """With weight_transfer=collective: `delta` sends the compressed difference from the weights before, for slow
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""

@@ -166,7 +166,8 @@ def cache_size_problem(engine: EngineConfig) -> str | None:
 
 
 def cache_has_one_size(config: Config, layers: Layers) -> Iterator[Clash]:
-    if (problem := cache_size_problem(config.engine)) is not None:
+    problem = cache_size_problem(config.engine)
+    if problem is not None and is_contradicted("engine.memory_fraction", "engine.kv_cache_gib", layers):
         yield Clash(("engine.memory_fraction", "engine.kv_cache_gib"), problem)
 
 
@@ -316,7 +317,8 @@ def weight_folder_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def running_servers_have_devices(config: Config, layers: Layers) -> Iterator[Clash]:
-    if config.rollout.servers and config.rollout.device != "auto":
+    is_given = is_contradicted("rollout.device", "rollout.servers", layers)
+    if config.rollout.servers and config.rollout.device != "auto" and is_given:
         yield Clash(
             ("rollout.device", "rollout.servers"),
             "nothing reads this, because rollout.servers names running ones, which have their devices; remove one of "

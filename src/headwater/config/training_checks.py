@@ -148,7 +148,6 @@ def layers_can_be_fused(config: Config, layers: Layers) -> Iterator[Clash]:
 
 
 def engine_can_be_deterministic(config: Config, layers: Layers) -> Iterator[Clash]:
-    """``config`` is what was given, before ``run.deterministic`` turns on the other."""
     key, other = "engine.deterministic", "run.deterministic"
     if config.run.deterministic and not config.engine.deterministic and is_contradicted(key, other, layers):
         yield Clash(
@@ -168,6 +167,9 @@ TRAINING_CHECKS: tuple[Check, ...] = (
     scores_can_be_late,
     layers_can_be_fused,
 )
+
+GIVEN_CHECKS: tuple[Check, ...] = (engine_can_be_deterministic,)
+"""Of what was given, before some settings turn on others."""
 
 
 def sources_are_complete(config: Config, layers: Layers) -> Iterator[Clash]:

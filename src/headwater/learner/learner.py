@@ -138,6 +138,7 @@ class LocalLearner:
             stats |= _timed("critic", self.critic, batch)
         if self.critic is None or batch.meta_info["version"] >= self.config.critic.num_warmup_steps:
             stats |= _timed("actor", self.actor, batch)
+        self._note_peak()
         return stats
 
     def supervise(self, batch: DataProto) -> dict[str, float]:
@@ -153,7 +154,9 @@ class LocalLearner:
                 schedule="constant",
             )
             self._supervised = self.actor.engine.sibling(settings)
-        return self._supervised.train_step(batch, _negative_log_likelihood)
+        stats = self._supervised.train_step(batch, _negative_log_likelihood)
+        self._note_peak()
+        return stats
 
     @torch.no_grad()
     def keep_reference(self, folder: Path) -> None:

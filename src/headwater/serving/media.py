@@ -22,6 +22,11 @@ MAX_REQUEST_PIXELS = 1 << 30
 """1024 pictures of the default of ``data.max_image_pixels``."""
 MAX_VIDEO_PIXELS = 1 << 28
 """256 frames of the same size. All frames of a video are in memory at once."""
+MAX_ITEMS = 256
+"""Images and videos of one request."""
+_DOWNLOAD_LIMIT_S = 10.0
+_MAX_DOWNLOAD_BYTES = 32 * 2**20
+_PART_BYTES = 2**16
 
 
 class PixelBudget:
@@ -45,13 +50,6 @@ class PixelBudget:
                 f"{where}: the pictures of {self._owner} have more than {self._max_pixels} pixels in total; send fewer "
                 "or smaller ones"
             )
-
-
-MAX_ITEMS = 256
-"""Images and videos of one request."""
-_DOWNLOAD_LIMIT_S = 10.0
-_MAX_DOWNLOAD_BYTES = 32 * 2**20
-_PART_BYTES = 2**16
 
 
 def pixels_of_request() -> PixelBudget:

@@ -221,10 +221,10 @@ def take_peak_bytes() -> int:
     """The most main memory of this process since the last call; what it has now on systems that do not tell."""
     try:
         status = Path("/proc/self/status").read_bytes()
-        Path("/proc/self/clear_refs").write_bytes(b"5")  # forget the peak
-    except OSError:
+        Path("/proc/self/clear_refs").write_bytes(b"5")  # forget the peak, also that of ``getrusage``
+        return 1024 * int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0])
+    except (OSError, IndexError):
         return resident_bytes()
-    return 1024 * int(status.partition(b"VmHWM:")[2].split(maxsplit=1)[0])
 
 
 def machine_bytes() -> int | None:

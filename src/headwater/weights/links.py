@@ -31,6 +31,8 @@ from headwater.core.errors import WeightsError
 BACKENDS: tuple[WeightLink, ...] = get_args(WeightLink)
 _POLL_S = 0.0005
 _LEAVE_S = 2.0
+_leaving: set[threading.Thread] = set()
+"""Threads in which the destructors of groups run."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,10 @@ class Link:
 
     @classmethod
     def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:
-        """Wait for the other members. ``WeightsError`` if one of them does not come."""
+        """Wait for the other members. ``WeightsError`` if one of them does not come.
+
+        NCCL connects at the first broadcast only, and has no limit for that.
+        """
         limit = timedelta(seconds=meeting.limit_s)
         try:
             found = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
@@ -146,9 +151,8 @@ class Link:
             group.abort()
         # Operations that still run end at their time limit, and are waited for.
         leaving = threading.Thread(target=_release, args=([group],), name="headwater-weights-leave", daemon=True)
+        _leaving.add(leaving)
         leaving.start()
-        # If the interpreter ended meanwhile, the destructor of the group would abort the process.
-        atexit.register(leaving.join, _LEAVE_S)
 
 
 @dataclass
@@ -195,6 +199,15 @@ def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timed
 
 def _release(holder: list[Any]) -> None:
     holder.clear()
+    _leaving.discard(threading.current_thread())
+
+
+@atexit.register
+def _wait_for_leaving() -> None:
+    """If the interpreter ended in the destructor of a group, this would abort the process."""
+    deadline = time.monotonic() + _LEAVE_S
+    for thread in tuple(_leaving):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 _LOST = re.compile(

@@ -203,6 +203,21 @@ def test_switching_off_over_a_recipe_that_sets_up_is_fine(write):
     assert config.eval.num_prompts == 8
 
 
+def test_the_command_line_may_replace_a_setting_of_the_recipe_by_another_one(write):
+    text = "model: {device: cpu}\n"
+    text += "rollout: {backend: native, placement: disaggregated, device: cpu}\n"
+    recipe = write("r.yaml", text + "algorithm: {policy_loss: sapo, aggregation: seq-mean-token-sum}\n")
+    others = ["rollout.placement=colocated", "rollout.servers=[http://127.0.0.1:1]"]
+    others.append("algorithm.policy_loss_args={aggregation: token-sum}")
+    config = load_config(recipe, others).config
+    assert config.rollout.device == "cpu"
+    recipe = write("r.yaml", "engine: {memory_fraction: 0.5}\n")
+    loaded = load_config(recipe, ["engine.kv_cache_gib=2"])
+    assert loaded.config.engine.memory_fraction == 0.5
+    resolved = write("resolved.yaml", to_yaml(loaded.config))
+    assert load_config(resolved).config == loaded.config
+
+
 def test_asking_for_what_the_recipe_has_off_is_a_problem(write, problems):
     recipe = write("r.yaml", "warm_start: {num_steps: 0}\neval: {before: false, after: false}\n")
     lines = problems(recipe, "warm_start.learning_rate=3e-3", "eval.num_prompts=8")
