@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -62,6 +64,15 @@ def test_an_update_and_its_export():
     assert one.status().forward_pass_tokens == status.pass_tokens, "one pass for the whole batch"
     with pytest.raises(HeadwaterError, match="no critic"):
         one.export("critic")
+
+
+def test_the_peak_of_an_update_is_kept_when_the_measurement_of_a_stage_forgets_it(monkeypatch):
+    one, peak_kib = learner(), 5_000_000
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=peak_kib))
+    one.update(experience(1).with_columns(meta_info={"version": 0}))
+    peak_kib = 1_000
+    [rank] = one.status().ranks
+    assert rank.peak_memory_bytes == 5_000_000 * 1024
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
