@@ -19,7 +19,7 @@ import forked
 import pytest
 import torch
 from integration import two_ranks
-from integration.command import ROOT, SMALL, environment_of_ranks, metrics, train_here, train_on_two
+from integration.command import ROOT, SMALL, environment_of_ranks, is_gone, metrics, train_here, train_on_two
 from integration.two_ranks import (
     CASES,
     COMMON,
@@ -280,7 +280,7 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
         process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) != 0
     for pid in ranks.values():
-        wait_for(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}", log)
+        wait_for(lambda pid=pid: is_gone(pid), f"the end of process {pid}", log)
     text = log.read_text()
     if how == "killed rank":
         assert time.monotonic() - killed_at < SOON_S
