@@ -103,7 +103,9 @@ def _shown(body: bytes) -> str:
 def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
     """All settings of the engine, as ``headwater serve`` takes them."""
     values = {each.name: getattr(config, each.name) for each in fields(config)}
-    if shares_device and not config.kv_cache_gib:
+    if config.kv_cache_gib:
+        values["memory_fraction"] = 0.0  # a recipe's, which the size on the command line has replaced
+    elif shares_device:
         # A server alone on a device takes most of the free memory, which the learner needs here.
         values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
     return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
