@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from headwater.backends.native.places import engine_arguments
+from headwater.cli.serve import read_engine_config
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
 
@@ -214,6 +216,8 @@ def test_the_command_line_may_replace_a_setting_of_the_recipe_by_another_one(wri
     recipe = write("r.yaml", "engine: {memory_fraction: 0.5}\n")
     loaded = load_config(recipe, ["engine.kv_cache_gib=2"])
     assert loaded.config.engine.memory_fraction == 0.5
+    of_server = read_engine_config(engine_arguments(loaded.config.engine, shares_device=True))
+    assert (of_server.kv_cache_gib, of_server.memory_fraction) == (2, 0), "a server refuses both"
     resolved = write("resolved.yaml", to_yaml(loaded.config))
     assert load_config(resolved).config == loaded.config
 
