@@ -213,7 +213,12 @@ def run_vllm(model: Any, processor: VisionProcessor, samples: int, options: argp
 
 
 def run_case(
-    engine: Engine, model: Any, processor: VisionProcessor, samples: int, options: argparse.Namespace
+    engine: Engine,
+    model: Any,
+    processor: VisionProcessor,
+    samples: int,
+    vllm_s: list[float] | None,
+    options: argparse.Namespace,
 ) -> Result:
     num_prompts = options.sequences // samples
     length = options.image_tokens + options.text_tokens
@@ -235,7 +240,7 @@ def run_case(
     fresh = [media[0].content for _, media in make_media_prompts(processor, num_prompts, options, 900 + samples)]
     reading_s, tower_s = time_parts(engine, model, fresh)
     num_new = options.sequences * options.new_tokens
-    vllm = num_new / min(run_vllm(model, processor, samples, options)) if options.vllm_python else None
+    vllm = None if vllm_s is None else num_new / min(vllm_s)
     return Result(
         samples, length, num_new / min(media_s), num_new / min(text_s), min(text_s) / min(media_s), media_s, text_s,
         reading_s, tower_s, vllm,
@@ -275,12 +280,14 @@ def main() -> None:
     options.image_tokens = options.image_tokens or (16 if options.shape == "tiny" else 512)
     device = default_device()
     model, processor = build(options.shape, device, default_dtype(device))
+    # vLLM first: the memory that the engine takes would be missing.
+    vllm_s = {each: run_vllm(model, processor, each, options) for each in options.samples if options.vllm_python}
     settings = EngineConfig(max_sequences=options.sequences, memory_fraction=0.6)
     engine = Engine(model, processor.tokenizer, settings, processor=processor)
     print("samples: tokens/s with pictures, with text, ratio; s to read the pictures, of the tower; tokens/s of vLLM")
     results = []
     for samples in options.samples:
-        results.append(run_case(engine, model, processor, samples, options))
+        results.append(run_case(engine, model, processor, samples, vllm_s.get(samples), options))
         one = results[-1]
         vllm = "-" if one.vllm_tokens_per_s is None else f"{one.vllm_tokens_per_s:,.0f}"
         print(

@@ -16,6 +16,7 @@ from headwater.learner.engine import TrainEngine
 from headwater.learner.graph_recorder import CudaRecorder, PassRecorder
 from headwater.learner.graphs import PassGraphs
 from headwater.learner.lora import without_adapters
+from headwater.models.capture import capturing
 
 CUDA = torch.device("cuda")
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -106,6 +107,28 @@ def test_updates_follow_those_without_graphs(dtype):
     assert graphs.num_kept > 0
     after = [each.engine.compute(experience(5))["logprobs"] for each in (recorded, plain)]
     torch.testing.assert_close(*after, atol=0.05, rtol=0.05)
+
+
+def test_python_may_discard_a_graph_while_another_one_is_recorded():
+    """Without a limit on collection, the second recording would fail: an engine or learner is often part of a cycle."""
+    numbers = torch.zeros(4, device=CUDA)
+    old = CudaRecorder(CUDA).record([lambda: numbers.add_(1)])
+    kept: list[list[object]] = []
+
+    def action() -> None:
+        cycle: list[object] = [old.pop()] if old else []
+        cycle.append(cycle)
+        del cycle
+        kept.extend([] for _ in range(20 * gc.get_threshold()[0]))  # more than enough for a collection
+        numbers.mul_(2)
+
+    new = torch.cuda.CUDAGraph()
+    with capturing(new, pool=None, stream=torch.cuda.Stream()):
+        action()
+    numbers.fill_(3)
+    new.replay()
+    assert numbers.tolist() == [6.0] * 4
+    assert gc.isenabled()
 
 
 @DTYPES

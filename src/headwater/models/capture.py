@@ -7,6 +7,7 @@ with capturing(graph, pool=None, stream=stream):
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any, stream: torch.cuda.Stre
     before = torch.cuda.current_stream()
     device = before.device if stream is None else stream.device
     pool = torch.cuda.graph_pool_handle() if pool is None else pool  # its name is needed if the recording fails
-    with _turn:
+    with _turn, _no_garbage_collection():
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 num_bytes = torch.cuda.memory_reserved(device)  # not before: torch frees its cache first
@@ -53,6 +54,21 @@ def capturing(graph: torch.cuda.CUDAGraph, *, pool: Any, stream: torch.cuda.Stre
             raise
         finally:
             torch.cuda.set_stream(before)  # torch leaves the other stream in place if ending the recording fails
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Freeing a recorded graph is an error in a thread that records another one, and ends that recording.
+
+    Python may find the graph of a discarded engine or learner at any allocation, also of the block that is recorded.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def num_pool_bytes(pool: Any) -> int:

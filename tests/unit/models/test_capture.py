@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -105,3 +106,11 @@ def test_a_recording_leaves_the_stream_and_counts_its_pool(monkeypatch):
         assert cuda.stream is OTHER
     assert cuda.stream is BEFORE
     assert (cuda.num_recorded, cuda.num_users) == (1, {(0, 7): 1})
+
+
+def test_python_collects_no_garbage_during_a_recording(monkeypatch):
+    """The garbage may hold a graph, and freeing one would end the recording (tests/gpu)."""
+    Cuda(monkeypatch)
+    with capturing(Graph((0, 7)), pool=None, stream=OTHER):
+        assert not gc.isenabled()
+    assert gc.isenabled()
