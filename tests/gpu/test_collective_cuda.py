@@ -1,10 +1,10 @@
-"""What NCCL asks of the two ends of ``collective``. A machine with one GPU has no NCCL group of two members."""
+"""What NCCL asks of the two ends of ``collective``, in one process. ``test_nccl_cuda.py`` has groups of several."""
 
 from __future__ import annotations
 
 import queue
+import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -72,18 +72,21 @@ def test_every_bit_arrives_from_gpu_to_gpu(encoding, monkeypatch):
 def test_two_members_on_one_gpu_are_told_so_and_not_that_one_has_ended():
     port = host_store("127.0.0.1").port
 
-    def broadcast(rank: int) -> Any:
-        link = Link.connect(Meeting("127.0.0.1", port, "twice", "nccl", LIMIT_S), rank, 2)
-        try:
-            link.broadcast(torch.zeros(4, device="cuda")).wait()
-        except WeightsError as error:
-            return str(error)
-        finally:
-            link.close()
+    def connect(rank: int) -> str:
+        with pytest.raises(WeightsError) as error:
+            Link.connect(Meeting("127.0.0.1", port, "twice", "nccl", LIMIT_S), rank, 2)
+        return str(error.value)
 
     with ThreadPoolExecutor(2) as threads:
-        told = [each.result(2 * LIMIT_S) for each in [threads.submit(broadcast, rank) for rank in range(2)]]
-    assert all("cannot be sent" in each and "Duplicate GPU" in each for each in told), told
+        told = [each.result(2 * LIMIT_S) for each in [threads.submit(connect, rank) for rank in range(2)]]
+    assert all("could not join twice" in each and "Duplicate GPU" in each for each in told), told
+
+
+def test_a_member_that_never_comes_is_waited_for_with_a_limit():
+    started = time.monotonic()
+    with pytest.raises(WeightsError, match="could not join alone of two"):
+        Link.connect(Meeting("127.0.0.1", host_store("127.0.0.1").port, "alone of two", "nccl", 3.0), 0, 2)
+    assert time.monotonic() - started < LIMIT_S
 
 
 def test_a_tensor_in_main_memory_is_refused_by_name():

@@ -15,20 +15,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+import one_gpu
 import torch
 from ports import free_port
 
+from headwater.backends.launch.child import ChildServer, Command
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.native.places import ForeignServer, OwnServer, engine_arguments
 from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.cluster import torchrun
 from headwater.config.load import load_config
-from headwater.config.schema import EngineConfig
+from headwater.config.schema import EngineConfig, WeightLink
 from headwater.core.parcels import Parcel
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.models.load import load_model
@@ -76,11 +79,18 @@ class OneRank:
 
 
 def engine(place: Any, encoding: Any = "plain") -> NativeEngine:
-    return NativeEngine(place, transfer="collective", encoding=encoding, spans=Spans(), hands_over=True)
+    link: WeightLink = "nccl" if one_gpu.is_shared() else "gloo"
+    return NativeEngine(place, transfer="collective", link=link, encoding=encoding, spans=Spans(), hands_over=True)
 
 
-def own(encoding: Any = "plain") -> NativeEngine:
-    return engine(OwnServer(MODEL, engine_arguments(ENGINE, shares_device=True), "float32"), encoding)
+def own(name: str, encoding: Any = "plain") -> NativeEngine:
+    async def start(command: Command) -> ChildServer:
+        return await ChildServer.start(
+            replace(command, environment={**command.environment, **one_gpu.as_machine(name)})
+        )
+
+    arguments = engine_arguments(ENGINE, shares_device=True)
+    return engine(OwnServer(MODEL, arguments, "float32", start_child=start), encoding)
 
 
 @contextmanager
@@ -127,7 +137,7 @@ def outcomes(group: torchrun.TorchrunGroup) -> dict[str, Any]:
     config = load_config("quickstart", [*SETTINGS]).config
     learner = group.build(build_learner, LearnerSpec(config, MODEL, MODEL), timeout_s=BUILD_LIMIT_S)
     seen: dict[str, Any] = {}
-    engines = [own(), own()]
+    engines = [own("engine-a"), own("engine-b")]
     router = RouterEngine([RoutedServer(name, each) for name, each in zip("ab", engines, strict=True)])
     with closing(router):
         seen["parts"] = [len({*each.starts}) for each in learner.parcels()]
@@ -163,7 +173,7 @@ def outcomes(group: torchrun.TorchrunGroup) -> dict[str, Any]:
         seen["continued"] = _until_served(learner, router, engines)
     adapted = load_config("quickstart", [*SETTINGS, "lora.rank=4"]).config
     learner = group.build(build_learner, LearnerSpec(adapted, MODEL, MODEL), timeout_s=BUILD_LIMIT_S)
-    alone = own("delta")
+    alone = own("engine-c", "delta")
     with closing(alone):
         seen["adapters, delta"] = [sent(learner, alone, [alone], version) for version in (1, 2)]
     return seen
@@ -185,7 +195,7 @@ def _until_served(learner: Any, router: RouterEngine, engines: list[NativeEngine
 
 
 def run(rank: int, port: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **one_gpu.of_rank(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     group = torchrun.join()

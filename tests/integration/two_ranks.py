@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+import one_gpu
 import pictures
 import tiny
 import torch
@@ -367,9 +368,9 @@ def fork_ranks(work: Callable[[], None], num_ranks: int = 2) -> None:
     count, port = str(num_ranks), str(free_port())
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     pids = []
-    for rank in map(str, range(num_ranks)):
+    for rank in range(num_ranks):
         if not (pid := os.fork()):
-            os.environ |= {"RANK": rank, "LOCAL_RANK": rank, **shared}
+            os.environ |= {"RANK": str(rank), **one_gpu.of_rank(rank), **shared}
             run_and_exit(work)
         pids.append(pid)
     for pid in pids:

@@ -23,7 +23,7 @@ from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
 from headwater.learner.ranks import Ranks
 from headwater.learner.reward_model import RewardModel
-from headwater.models.device import check_float16, with_dtype
+from headwater.models.device import check_float16, sum_in_one_order, with_dtype
 from headwater.models.load import (
     load_model,
     load_part,
@@ -99,10 +99,12 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
 
 
 def _repeatable(config: Config) -> Config:
-    """With ``run.deterministic``, without joined projections and CUDA graphs: whether there is room for them when the
-    model is loaded would decide how gradients are rounded."""
+    """With ``run.deterministic``, gradients are summed in one order. Whether there is room for joined projections and CUDA
+    graphs when the model is loaded would decide how they are rounded, so both are off."""
     if not config.run.deterministic:
         return config
+    if resolve_device(config.model.device).type == "cuda":
+        sum_in_one_order(always=True)
     return replace(config, learner=replace(config.learner, join_projections=False, cuda_graphs="off"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -68,6 +69,17 @@ def with_dtype(config: Config) -> Config:
     chosen = resolve_dtype(config.model.dtype, config.model.device)
     name = next(name for name, dtype in DTYPES.items() if dtype == chosen)
     return replace(config, model=replace(config.model, dtype=name))
+
+
+def sum_in_one_order(*, always: bool) -> None:
+    """Whether the sums of a backward pass on a GPU are the same bits every time, in this whole process.
+
+    An operation of torch that has no such kernel then raises an error that names it.
+    """
+    if always:  # torch asks for this one, whose buffers do not depend on what other streams do
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(always)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
 
 
 def check_float16(config: Config) -> None:

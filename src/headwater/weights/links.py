@@ -16,6 +16,9 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -45,6 +48,8 @@ class Meeting:
     backend: str = "gloo"
     limit_s: float = 60.0
     """How long the members wait for each other, and how long one operation may take."""
+    connects_first: bool = True
+    """Whether NCCL's members connect when they meet. Only if all of them are Headwater's."""
 
 
 @cache
@@ -109,10 +114,7 @@ class Link:
 
     @classmethod
     def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:
-        """Wait for the other members. ``WeightsError`` if one of them does not come.
-
-        NCCL connects at the first broadcast only, and has no limit for that.
-        """
+        """Wait for the other members. ``WeightsError`` if one of them does not come."""
         limit = timedelta(seconds=meeting.limit_s)
         try:
             found = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
@@ -122,13 +124,45 @@ class Link:
             store: Any = found
             for name in names:
                 store = PrefixStore(name, store)
-            group = _make_group(meeting, store, rank, size, limit)
-        except (RuntimeError, ValueError) as error:
+            link = cls(_make_group(meeting, store, rank, size, limit), meeting)
+            if meeting.backend == "nccl" and meeting.connects_first:
+                link._connect_all(store, rank, size)
+        except (RuntimeError, ValueError, WeightsError) as error:
+            cause = error.__cause__ if isinstance(error, WeightsError) else None
             raise WeightsError(
                 f"weights: member {rank} of {size} could not join {meeting.name} at {meeting.host}:{meeting.port} "
-                f"within {meeting.limit_s:g} s ({_first_line(error)})"
+                f"within {meeting.limit_s:g} s ({_first_line(cause or error)})"
             ) from error
-        return cls(group, meeting)
+        return link
+
+    def _connect_all(self, store: Any, rank: int, size: int) -> None:
+        """Connect all members now: NCCL would do it in the first broadcast, and waits without a limit.
+
+        They meet in the store before, so that none begins alone. One that ends in the middle of this still leaves the
+        others waiting, so another thread waits for it.
+        """
+        limit_s = self._meeting.limit_s
+        device, tensor = torch.cuda.current_device(), torch.zeros(1, device="cuda")
+        begun: Future[Pending] = Future()
+
+        def begin() -> None:
+            try:
+                torch.cuda.set_device(device)
+                begun.set_result(self.broadcast(tensor))
+            except BaseException as error:  # noqa: BLE001  the caller's thread raises it
+                begun.set_exception(error)
+
+        try:
+            store.set(f"here/{rank}", "")
+            store.wait([f"here/{each}" for each in range(size)], timedelta(seconds=limit_s))
+            threading.Thread(target=begin, name="headwater-weights-connect", daemon=True).start()
+            begun.result(limit_s).wait()
+        except TimeoutError:
+            self.close()
+            raise WeightsError("NCCL has not connected all members") from None
+        except BaseException:
+            self.close()
+            raise
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """Send the tensor if this is number 0, otherwise receive into it. Returns before that has happened."""
@@ -147,10 +181,9 @@ class Link:
         group, self._group = self._group, None
         if group is None:
             return
-        if self._meeting.backend == "nccl":
-            group.abort()
-        # Operations that still run end at their time limit, and are waited for.
-        leaving = threading.Thread(target=_release, args=([group],), name="headwater-weights-leave", daemon=True)
+        # Operations of gloo that still run end at their time limit, and are waited for. NCCL's would never end.
+        arguments = [group], self._meeting.backend == "nccl"
+        leaving = threading.Thread(target=_release, args=arguments, name="headwater-weights-leave", daemon=True)
         _leaving.add(leaving)
         leaving.start()
 
@@ -164,7 +197,7 @@ class _Work:
         try:
             if self.meeting.backend == "nccl":
                 self._poll()
-            self.work.wait()
+            self.work.wait()  # raises if an operation of NCCL has failed
         except RuntimeError as error:
             raise _failure(error) from error
 
@@ -183,7 +216,8 @@ def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timed
 
         settings = ProcessGroupNCCL.Options()
         settings._timeout = limit
-        return ProcessGroupNCCL(store, rank, size, settings)
+        with _failures_are_errors():
+            return ProcessGroupNCCL(store, rank, size, settings)
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -197,7 +231,28 @@ def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timed
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _release(holder: list[Any]) -> None:
+_REPORT_FAILURES = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+"""Variables of the environment that a group reads when it is made: a failure ends its operations, and nothing else."""
+_environment = threading.Lock()
+
+
+@contextmanager
+def _failures_are_errors() -> Iterator[None]:
+    """By default torch ends the process of a member if an operation fails or hangs. A learner outlives its engines."""
+    with _environment:
+        own = {name: value for name, value in _REPORT_FAILURES.items() if name not in os.environ}
+        os.environ.update(own)
+        try:
+            yield
+        finally:
+            for name in own:
+                del os.environ[name]
+
+
+def _release(holder: list[Any], aborts: bool) -> None:
+    if aborts:
+        with suppress(RuntimeError):  # it is being given up
+            holder[0].abort()
     holder.clear()
     _leaving.discard(threading.current_thread())
 
@@ -224,7 +279,7 @@ def _failure(error: Exception) -> WeightsError:
     return WeightsError(f"weights: the tensor cannot be sent or received over the group ({_first_line(error)})")
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     """Of NCCL's errors, the line that says what is wrong; the first one only has a place in torch's source."""
     text = str(error).strip()
     return (text.partition("Last error:\n")[2] or text).partition("\n")[0]

@@ -71,7 +71,7 @@ class GroupSender:
         host = own_address(urlsplit(self.link.url).hostname or "127.0.0.1")
         backend, port = self._backend, host_store(host).port
         size = self._num_workers + 1
-        meeting = Meeting(host, port, self._name, backend, self._limit_s)
+        meeting = Meeting(host, port, self._name, backend, self._limit_s, connects_first=False)
         body = {
             "master_address": host,
             "master_port": port,

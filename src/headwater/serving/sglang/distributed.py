@@ -52,7 +52,7 @@ class InitGroup:
             raise ApiError("master_address, master_port, rank_offset and world_size: give all of them")
         if rank >= size:
             raise wrong("rank_offset", rank, f"must be less than world_size = {size}")
-        return cls(Meeting(host, port, name, backend, _JOIN_LIMIT_S), rank, size)
+        return cls(Meeting(host, port, name, backend, _JOIN_LIMIT_S, connects_first=False), rank, size)
 
 
 @dataclass(frozen=True)
