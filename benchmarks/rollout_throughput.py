@@ -277,9 +277,6 @@ def main() -> None:
     parser.add_argument("--min-p", type=float, help="likewise")
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument(
-        "--skinny-rows", type=int, default=0, help="on a GPU, steps with at most this many rows use fused products"
-    )
-    parser.add_argument(
         "--pair-choices", metavar="FILE", help="on a GPU, use the products that decode_products.py chose in this record"
     )
     parser.add_argument(
@@ -333,7 +330,6 @@ def main() -> None:
         options.out,
         device,
         deterministic=options.deterministic,
-        skinny_rows=options.skinny_rows,
         pair_choices=options.pair_choices,
         scaled_tiles=options.scaled_tiles,
         attention_keys=options.attention_keys,
@@ -349,9 +345,8 @@ def _use_kernels(options: argparse.Namespace) -> None:
     # They need Triton.
     from headwater.engine.attention import cuda as cuda_attention
     from headwater.engine.kernels import linear, prefill_attention
-    from headwater.engine.runners import cuda, paired
+    from headwater.engine.runners import paired
 
-    cuda.SKINNY_ROWS = options.skinny_rows
     linear.SCALED_TILES = options.scaled_tiles
     prefill_attention.KEYS_PER_BLOCK = options.attention_keys
     cuda_attention.DEPENDENT_LAUNCH = options.dependent_attention

@@ -3,8 +3,6 @@
 A program computes the two members of each pair and applies the activation or the rotary embedding before anything is
 written, which saves a launch and a round trip through memory. Operands are read through tensor descriptors. Values are
 rounded at the same places as on the plain path: the product, SiLU and its product with up, queries and keys.
-
-``skinny_pairs`` is for fewer rows, where reading the weight is the limit.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

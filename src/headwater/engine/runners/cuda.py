@@ -44,7 +44,6 @@ from headwater.engine.rows import DecodeRows
 from headwater.engine.runners.decoder import HeadNorms, PairedProducts, Projection, Rotary
 from headwater.engine.runners.paired import InvariantPairs, MeasuredPairs
 from headwater.engine.runners.plain import Output, Runner
-from headwater.engine.runners.skinny import SkinnyLayers
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds
 from headwater.models.capture import capturing
 from headwater.models.precision import wide_linear
@@ -54,11 +53,6 @@ T = TypeVar("T")
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
 """Distance of further buckets: a compromise between the number of graphs to capture and padding."""
-SKINNY_ROWS = 0
-"""Passes with at most this many rows use the kernels of ``SkinnyLayers``; at most 32, and 0 to never use them.
-
-Off until ``benchmarks/skinny_products.py`` has been run on a GPU. Deterministic mode and float32 never use them.
-"""
 
 
 class CudaOps:
@@ -147,9 +141,6 @@ class CudaRunner(Runner):
             )
         super().__init__(model, spec, cache, rows, InvariantCudaOps() if deterministic else CudaOps())
         self._deterministic = deterministic
-        self._skinny: SkinnyLayers | None = None
-        if SKINNY_ROWS and self._fused is not None and not deterministic and spec.dtype.itemsize == 2:
-            self._skinny = self._fused.few_rows = SkinnyLayers(self._ops, SKINNY_ROWS, spec.device)
         if self._fused is not None and spec.dtype.itemsize == 2:
             self._fused.pairs = self._pairs()
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
@@ -309,11 +300,7 @@ class CudaRunner(Runner):
     def _decode_hidden(self, num_rows: int) -> Tensor:
         rows = self.rows
         state = self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows]
-        attention: PagedAttention
-        if self._deterministic:
-            attention = CudaPrefill.of_rows(*state)
-        else:
-            attention = CudaDecode(*state, None if self._skinny is None else self._skinny.counters(num_rows))
+        attention: PagedAttention = CudaPrefill.of_rows(*state) if self._deterministic else CudaDecode(*state)
         positions = self._decode_positions(num_rows)
         return self._hidden(rows.last_tokens[:num_rows], positions, rows.slots[:num_rows], attention)
 

@@ -98,22 +98,6 @@ class FusedLayer:
     window: int
 
 
-class FewRows(Protocol):
-    """A faster way to run the layers of passes with few rows, without media."""
-
-    def fits(self, layers: Sequence[FusedLayer], residual: Tensor) -> bool: ...
-    def __call__(
-        self,
-        layers: Sequence[FusedLayer],
-        final_norm: Tensor,
-        residual: Tensor,
-        rotary: Rotary,
-        slots: Tensor,
-        attention: PagedAttention,
-        cache: KVCache,
-    ) -> Tensor: ...
-
-
 class PairedProducts(Protocol):
     """Products that include the kernel after them. None: the plain path is to be used."""
 
@@ -131,7 +115,6 @@ class PairedProducts(Protocol):
 class FusedDecoder:
     """Runs a Llama-like transformers decoder (see ``model_spec.FUSED``)."""
 
-    few_rows: FewRows | None = None
     pairs: PairedProducts | None = None
 
     def __init__(self, model: Any, spec: ModelSpec, ops: DecoderOps) -> None:
@@ -159,8 +142,6 @@ class FusedDecoder:
             residual = residual.float()
         if media is not None:
             residual[media.places] = media.embeddings.to(residual.dtype)
-        elif self.few_rows is not None and self.few_rows.fits(self._layers, residual):
-            return self.few_rows(self._layers, self._final_norm, residual, rotary, slots, attention, cache)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):

@@ -21,7 +21,7 @@ from headwater.engine.runners.decoder import FusedLayer, Projection, Rotary
 
 GATE_UP, QKV = "gate_up", "qkv"
 FEWEST_ROWS = 33
-"""With fewer rows, reading the weight is the limit; ``runners/skinny.py`` is for those."""
+"""With fewer rows, reading the weight is the limit."""
 
 
 @dataclass(frozen=True)
