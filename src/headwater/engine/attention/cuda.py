@@ -20,7 +20,7 @@ from headwater.engine.rows import upload
 
 _TYPICAL_CONTEXT = 1024
 DEPENDENT_LAUNCH = False
-"""Whether decode attention starts while the rotary kernel before it ends. Off, because it saves at most 2% of a layer."""
+"""Whether decode attention starts while the rotary kernel before it ends. Off: it saves at most 2% of a layer."""
 
 
 class CudaDecode:
