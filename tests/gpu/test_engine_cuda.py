@@ -37,8 +37,8 @@ from headwater.engine.engine import Engine
 from headwater.engine.kernels.truncation import sample_truncated
 from headwater.engine.runners.fixed_rows import sample_in_blocks
 from headwater.engine.sampler import SamplingBatch, distribution, sample, uniforms
-from headwater.engine.virtual_memory import mapped_bytes
 from headwater.models.load import load_model
+from headwater.models.virtual_memory import mapped_bytes
 
 SHAPE = {
     "vocab_size": 512,
