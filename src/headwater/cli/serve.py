@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import TextIO, get_args
 
 from headwater.config.convert import Converter
 from headwater.config.keys import sections
@@ -147,7 +147,8 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, served_name=args.served_name or args.model, model=model)
     with listening(args, options) as taken:
         from headwater.backends import BACKENDS, LoadsModels
-        from headwater.models.load import check_files, load_processor, load_tokenizer, resolve_device
+        from headwater.models.device import resolve_device, resolve_dtype
+        from headwater.models.load import check_files, load_processor, load_tokenizer
         from headwater.serving.listen import serve
         from headwater.serving.state import find_parser
 
@@ -159,7 +160,9 @@ def run(args: argparse.Namespace) -> int:
                 "use embedded or hf"
             )
         # Checked here as well as by the engine, because messages of an engine name the settings of a recipe.
-        resolve_device(args.device, "--device")
+        device = resolve_device(args.device, "--device")
+        dtype = str(resolve_dtype(args.dtype, args.device)).removeprefix("torch.")
+        _tell(f"loading {model} in {dtype} on {device}")
         tokenizer = load_tokenizer(model, key="MODEL")
         find_parser(options.tool_parser, tokenizer)  # before the model is loaded, which takes longer
         check_files(model, "MODEL")
@@ -203,7 +206,7 @@ def find_model(model: str) -> str:
                 f"MODEL = {model}: is a run directory without a checkpoint, so there is no model to serve yet; wait "
                 "for its first checkpoint (trainer.checkpoint_every_steps)"
             )
-        _tell(f"{model} is a run directory; loading its newest model, {found[-1]}")
+        _tell(f"{model} is a run directory; its newest model is {found[-1]}")
         return _whole(found[-1])
     if (folder / "model" / "config.json").is_file():
         return _whole(folder / "model")
@@ -305,10 +308,6 @@ def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> S
     )
 
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _stop_at_eof() -> None:
     # Not through sys.stdin, whose lock would still be held at interpreter exit.
     while os.read(sys.stdin.fileno(), 4096):
@@ -319,8 +318,17 @@ def _stop_at_eof() -> None:
 
 
 def say(text: str) -> None:
-    # Flushed, because the parent process may be waiting for this line on a pipe.
+    """For programs too: the parent process may be waiting for this line on a pipe."""
+    _print(text, sys.stdout)
+
+
+def _tell(text: str) -> None:
+    """For people."""
+    _print(text, sys.stderr)
+
+
+def _print(text: str, file: TextIO) -> None:
     try:
-        print(text, flush=True)
+        print(text, file=file, flush=True)
     except OSError:  # the pipe or the terminal is closed: the server keeps running
-        discard(sys.stdout)
+        discard(file)

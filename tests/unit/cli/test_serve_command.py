@@ -29,7 +29,7 @@ def test_a_run_is_served_with_its_newest_model(run, capsys):
         (run.model(step) / "config.json").write_text("{}")
     run.checkpoint(90).mkdir()  # without a model
     assert find_model(str(run.path)) == str(run.model(80))
-    assert f"loading its newest model, {run.model(80)}" in capsys.readouterr().err
+    assert f"its newest model is {run.model(80)}" in capsys.readouterr().err
     assert find_model(str(run.checkpoint(5))) == str(run.model(5))
     for model in (str(run.model(5)), "tiny:qwen3", "org/name"):
         assert find_model(model) == model
