@@ -18,6 +18,7 @@ from typing import TextIO, get_args
 
 from headwater.config.convert import Converter
 from headwater.config.keys import sections
+from headwater.config.paths import looks_like_folder
 from headwater.config.recipe import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.server_checks import cache_size_problem
@@ -137,7 +138,11 @@ def add_listening(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop when standard input closes, which happens when the parent process ends",
     )
-    parser.add_argument("--served-name", metavar="NAME", help="the model's name in requests and replies; default MODEL")
+    parser.add_argument(
+        "--served-name",
+        metavar="NAME",
+        help="the model's name in requests and replies; default MODEL, and for a folder its last part too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -298,6 +303,7 @@ def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> S
         raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
     return ServerOptions(
         served_name=served_name,
+        short_name="" if args.served_name or not looks_like_folder(served_name) else _last_part(served_name),
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         max_responses=args.max_responses,
@@ -306,6 +312,11 @@ def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> S
         fetches_media=args.allow_remote_images,
         tool_parser=args.tool_parser,
     )
+
+
+def _last_part(folder: str) -> str:
+    """The name of a folder without those that it is in."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(folder)))  # Path keeps the dots of ``..``
 
 
 def _stop_at_eof() -> None:

@@ -15,6 +15,8 @@ KEY_VARIABLE = "HEADWATER_API_KEY"
 class ServerOptions:
     served_name: str
     """The model's name in requests and replies."""
+    short_name: str = ""
+    """Another name that requests may give, such as the last part of a folder; empty if there is none."""
     api_key: str = ""
     """The key that clients send as ``Authorization: Bearer KEY``. If it is empty, no key is needed."""
     max_body_bytes: int = DEFAULT_MAX_BODY_MIB * 2**20
@@ -34,3 +36,8 @@ class ServerOptions:
     """Whether images may be given as addresses on the network, which the server then downloads."""
     tool_parser: str = "auto"
     """The format of tool calls: a file in ``headwater/chat/parsers``, or ``auto`` to choose it from the template."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may give."""
+        return (self.served_name, self.short_name) if self.short_name else (self.served_name,)
