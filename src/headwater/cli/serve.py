@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, get_args
 
@@ -173,6 +173,7 @@ def run(args: argparse.Namespace) -> int:
         check_files(model, "MODEL")
         engine = backend.load(model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed)
         try:
+            options = replace(options, device=str(device))
             serve(engine, tokenizer, options, taken, say=say, processor=load_processor(model, key="MODEL"))
         finally:
             engine.close()

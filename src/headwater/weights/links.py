@@ -94,23 +94,25 @@ class Pending(Protocol):
 class Link:
     """A process group of one sender, its number 0, and its receivers."""
 
-    def __init__(self, group: Any, meeting: Meeting) -> None:
+    def __init__(self, group: Any, meeting: Meeting, gpu: torch.device | None = None) -> None:
         self._group = group
         self._meeting = meeting
+        self._gpu = gpu or torch.device("cuda")
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are sent from and arrive: main memory, or the current GPU for NCCL."""
-        return torch.device("cuda" if self._meeting.backend == "nccl" else "cpu")
+        """Where tensors are sent from and arrive: main memory, or the GPU for NCCL."""
+        return self._gpu if self._meeting.backend == "nccl" else torch.device("cpu")
 
     def device_for(self, tensor: torch.Tensor) -> torch.device:
         """Where a tensor must be to be sent: as ``device``, but on a GPU that has it already, it stays."""
         return tensor.device if self.device.type == tensor.device.type else self.device
 
     @classmethod
-    def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:
+    def connect(cls, meeting: Meeting, rank: int, size: int, gpu: torch.device | None = None) -> Link:
         """Wait for the other members. ``WeightsError`` if one of them does not come.
 
+        ``gpu`` is the one that NCCL uses; None is the current one of the thread that sends or receives.
         NCCL connects at the first broadcast only, and has no limit for that.
         """
         limit = timedelta(seconds=meeting.limit_s)
@@ -128,7 +130,7 @@ class Link:
                 f"weights: member {rank} of {size} could not join {meeting.name} at {meeting.host}:{meeting.port} "
                 f"within {meeting.limit_s:g} s ({_first_line(error)})"
             ) from error
-        return cls(group, meeting)
+        return cls(group, meeting, gpu)
 
     def broadcast(self, tensor: torch.Tensor) -> Pending:
         """Send the tensor if this is number 0, otherwise receive into it. Returns before that has happened."""
