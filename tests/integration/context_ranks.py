@@ -15,10 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from integration.two_ranks import CASES, RESUMED, Case, Observed, error_of, fork_ranks, resume, spec_of, take_steps
 
 from headwater.cluster.torchrun import join
 from headwater.learner.build import LearnerSpec, build_learner
+
+RANK_TIMEOUT_S = 7200.0
+"""Longer than the limit of the group that the ranks join."""
 
 
 class Counted(Observed):
@@ -34,6 +38,11 @@ class Counted(Observed):
             lambda _, arguments: self.tokens.append((packs[-1], arguments[0].shape[1]))
         )
 
+    def limits(self) -> set[float]:
+        """How long a collective operation may take in any of the groups."""
+        groups = (dist.group.WORLD, self.actor.engine.module.context.mesh.get_group())
+        return {each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in groups}
+
     def counted(self) -> list[tuple[int, int]]:
         return self.tokens
 
@@ -45,7 +54,8 @@ def build(spec: LearnerSpec) -> Counted:
 
 
 def split(case: Case, num_context: int) -> Case:
-    return replace(case, settings=(*case.settings, f"learner.context_parallel={num_context}"))
+    added = (f"learner.context_parallel={num_context}", f"learner.rank_timeout_s={RANK_TIMEOUT_S}")
+    return replace(case, settings=(*case.settings, *added))
 
 
 def main(folder: Path, num_ranks: int, num_context: int, names: list[str]) -> None:
@@ -54,7 +64,7 @@ def main(folder: Path, num_ranks: int, num_context: int, names: list[str]) -> No
         if group.rank:
             group.serve()
             return
-        results: dict[str, Any] = {"taken": {}, "resumed": {}, "held": {}, "tokens": {}}
+        results: dict[str, Any] = {"taken": {}, "resumed": {}, "held": {}, "tokens": {}, "limits": {}}
         everyone: list[tuple[Any, ...]] = [()] * num_ranks
 
         def everywhere(method: str) -> list[Any]:
@@ -67,6 +77,7 @@ def main(folder: Path, num_ranks: int, num_context: int, names: list[str]) -> No
             results["taken"][name] = take_steps(learner, case, folder / "together" / name, everywhere)
             results["held"][name] = group.call("held_bytes", everyone)
             results["tokens"][name] = group.call("counted", everyone)
+            results["limits"][name] = group.call("limits", everyone)
             if name in RESUMED and num_ranks > 2:  # the fast test does not look at it
                 learner = group.build(build, spec_of(case, folder), timeout_s=300)
                 results["resumed"][name] = resume(learner, case, folder / "alone" / name)

@@ -41,6 +41,7 @@ def compare(folder, num_ranks: int, num_context: int, names: tuple[str, ...]) ->
         assert sum(held) == together["held"][name][0]["all"], "every parameter is held once"
         assert max(held) < 1.2 * sum(held) / num_ranks, name
         compare_tokens(together["tokens"][name], num_context, name)
+        assert together["limits"][name] == [{context_ranks.RANK_TIMEOUT_S}] * num_ranks, "learner.rank_timeout_s"
     assert set(together["resumed"]) == (set(RESUMED) & set(names) if num_ranks > 2 else set())
     for name in together["resumed"]:
         restored, weights = together["resumed"][name]

@@ -254,6 +254,7 @@ def test_a_run_ahead_learns_through_a_running_server(
     assert sum(rewards[-5:]) / 5 > 0.6, rewards
     fresh = [each["rollout_gap/logprob_abs_mean"] for each in records if not each.get("staleness/lag_1")]
     assert max(fresh) < TOLERANCE, "tokens of the newest version have the log-probs of the learner's weights"
+    assert all(0 < each["time/weights_pause_s"] <= each["time/weights_s"] for each in records)
     counts = RunDirectory.open(tmp_path / "learns").read_ledger()[-1]["counts"]
     assert (counts["dropped"], counts["in_flight"], counts["buffered"]) == (0, 0, 0)
     assert counts["dispatched"] == counts["trained"]

@@ -232,6 +232,7 @@ def test_a_run_ahead_learns_through_a_running_server(
     assert sum(rewards[-5:]) / 5 > 0.6, rewards  # 0.87
     fresh = [each["rollout_gap/logprob_abs_mean"] for each in records if not each.get("staleness/lag_1")]
     assert max(fresh) < TOLERANCE, "tokens of the newest version have the log-probs of the learner's weights"
+    assert all(0 < each["time/weights_pause_s"] <= each["time/weights_s"] for each in records)
     lags = {name for each in records for name, value in each.items() if name.startswith("staleness/lag_") and value}
     assert lags == {"staleness/lag_0", "staleness/lag_1"}, "it generates at most one version ahead"
     counts = RunDirectory.open(tmp_path / "learns").read_ledger()[-1]["counts"]

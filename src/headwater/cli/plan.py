@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ examples:
 docs/planner.md says what is simulated, and how far predictions were from measurements."""
 _WIDTH = 40
 _PIPE_WIDTH = 110
+_FOLDER = "rollout.weight_folder=/shared/weights"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +140,7 @@ def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths
     from headwater.config.server_checks import backend_traits
     from headwater.core.registry import nearest
     from headwater.planner.costs import Costs
-    from headwater.planner.hardware import GPUS, Training, shape_of
+    from headwater.planner.hardware import GPUS, Training, gpus_per_server, shape_of
     from headwater.planner.plan import Measured, Roofline
     from headwater.planner.workload import Lengths
 
@@ -163,19 +165,33 @@ def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths
             f"--gpu {args.gpu}: no costs are known; {nearest(args.gpu, sorted(GPUS))}, or use --measure"
         )
     mean = lengths.mean if lengths is not None else args.mean_tokens or 0.3 * config.rollout.max_new_tokens
-    name = args.model or config.model.path
+    shape = shape_of(args.model or config.model.path, "--model" if args.model else "model.path")
+    gpu = GPUS[args.gpu]
+    used = _with_large_servers(config, gpus_per_server(shape, gpu))
     return (
         Roofline(
-            shape_of(name, "--model" if args.model else "model.path"),
-            GPUS[args.gpu],
+            shape,
+            gpu,
             Training.of(config),
             context=(config.data.max_prompt_tokens + mean) / 2,
             max_sequences=config.engine.max_sequences,
-            traits=backend_traits(config),
-            weight_transfer=config.rollout.weight_transfer,
+            traits=backend_traits(used),
+            weight_transfer=used.rollout.weight_transfer,
         ),
         lengths,
     )
+
+
+def _with_large_servers(config: Config, num_server_gpus: int) -> Config:
+    """With a backend whose servers can have so many GPUs: those of ``headwater serve`` have one."""
+    from headwater.config.server_checks import backend_traits
+
+    if num_server_gpus == 1 or backend_traits(config).is_foreign:
+        return config
+    used = replace(config, rollout=replace(config.rollout, backend="vllm"))
+    if used.rollout.weight_transfer in ("auto", *backend_traits(used).transfers):
+        return used
+    return replace(used, rollout=replace(used.rollout, weight_transfer="auto"))
 
 
 def _workload(args: argparse.Namespace, config: Config, lengths: Lengths | None) -> Workload:
@@ -209,6 +225,9 @@ def _print(console: Console, plan: Plan, workload: Workload, recipe: str, config
 
     say(f"{recipe}: {workload.num_prompts} prompts x {workload.num_samples} samples per step")
     say(f"Costs    {plan.source}")
+    own, each = config.rollout.backend, plan.best.split.num_server_gpus
+    if (used := _with_large_servers(config, each).rollout.backend) != own:
+        say(f"Backend  {used}, because a server needs {each} GPUs, and a server of rollout.backend = {own} has one")
     say(f"Lengths  {workload.lengths.source}; mean {workload.lengths.mean:,.0f}; prompts {workload.prompt_tokens:,}")
     console.print(_table("Division of the GPUs (learner : servers)", plan.by_split))
     if plan.by_staleness:
@@ -265,7 +284,10 @@ def _recommend(say: Callable[[str], None], plan: Plan, config: Config) -> None:
         each = f" of {split.num_server_gpus} GPUs each" if split.num_server_gpus > 1 else ""
         servers = f"{_count(split.num_servers, 'server')}{each}"
         say(f"Best: {_count(split.num_learner_gpus, 'GPU')} for the learner and {servers}")
-    say(f"      {' '.join(settings_of(best, config))}")
+    settings = settings_of(best, config)
+    say(f"      {' '.join(settings)}")
+    if _FOLDER in settings:
+        say(f"      {_FOLDER} stands for a folder that all machines see under the same path")
     predicted = best.prediction
     say(f"      {predicted.tokens_per_s:,.0f} tokens/s, {predicted.step_s:,.2f} s per step")
     say(f"      controller: {predicted.events_per_s:,.0f} events/s, its event loop is {best.controller_load:.1%} busy")
@@ -301,8 +323,10 @@ def settings_of(row: Row, config: Config) -> list[str]:
     """What to give ``headwater train`` so that the GPUs are divided as in ``row``."""
     from headwater.config.server_checks import backend_traits
     from headwater.planner.hardware import GPUS_PER_MACHINE
+    from headwater.planner.plan import transfer_of
 
     split, found = row.split, []
+    used = _with_large_servers(config, split.num_server_gpus)
     if split.num_learner_gpus > 1 or split.num_gpus > GPUS_PER_MACHINE:
         # torchrun starts ranks too, but generates only in the process of rank 0, and only on one machine.
         found += ["cluster=ray", f"cluster.learner.num_ranks={split.num_learner_gpus}"]
@@ -311,8 +335,13 @@ def settings_of(row: Row, config: Config) -> list[str]:
     else:
         found += ["rollout.placement=disaggregated", f"rollout.launch.num_servers={split.num_servers}"]
     if split.num_server_gpus > 1:
-        found += [] if backend_traits(config).is_foreign else ["rollout.backend=vllm"]
         found.append(f"rollout.launch.tensor_parallel={split.num_server_gpus}")
+    for key in ("backend", "weight_transfer"):
+        if (value := getattr(used.rollout, key)) != getattr(config.rollout, key):
+            found.append(f"rollout.{key}={value}")
+    transfer = transfer_of(split, backend_traits(used), used.rollout.weight_transfer)
+    if transfer == "file" and split.num_gpus > GPUS_PER_MACHINE and not config.rollout.weight_folder:
+        found.append(_FOLDER)
     return [*found, f"rollout.max_staleness={row.max_staleness}"]
 
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from headwater.cluster.ray_actor import ActorPlace, ActorProcess, SentError
 from headwater.core.errors import OtherRankFailed
+from headwater.core.waits import COLLECTIVE_LIMIT_S
 
 if TYPE_CHECKING:
     from headwater.learner.build import LearnerSpec
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COLLECTIVE_LIMIT = timedelta(minutes=30)
-"""Of one collective operation, and of the wait until all ranks have joined."""
 _SIOCGIFADDR = 0x8915
 """Linux: asks for the address of a network interface."""
 
@@ -71,9 +70,8 @@ class LearnerRank(ActorProcess):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = self._store or TCPStore(address, port, self._num_ranks, is_master=False)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=_COLLECTIVE_LIMIT
-        )
+        limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=limit)
         return place
 
     def build(self, builder: Callable[[LearnerSpec], LocalLearner], spec: LearnerSpec) -> RankResult:

@@ -43,7 +43,7 @@ from headwater.cluster.turns import Activity, Turns
 from headwater.cluster.watch import RankWatch, error_text
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError, HeadwaterError, OtherRankFailed, RankFailed, WaitTimeout
-from headwater.core.waits import wait_until
+from headwater.core.waits import COLLECTIVE_LIMIT_S, wait_until
 
 if TYPE_CHECKING:
     from headwater.learner.build import LearnerSpec
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_COLLECTIVE_LIMIT = timedelta(minutes=30)
-"""Of one collective operation, and of the wait until all ranks have joined."""
 _MESSAGE_LIMIT = timedelta(days=365)
 """Serving ranks wait for the next call as long as rank 0 lives."""
 _GRACE_S = 10.0
@@ -116,7 +114,7 @@ def join() -> TorchrunGroup:
     if num_here is not None and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=_COLLECTIVE_LIMIT)
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_LIMIT_S))
     control = dist.new_group(backend="gloo", timeout=_MESSAGE_LIMIT)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     watch = RankWatch(PrefixStore("headwater", store), dist.get_rank(), dist.get_world_size())

@@ -89,8 +89,8 @@ class RolloutConfig:
     the learner's device if there is none."""
     weight_transfer: Literal["auto", "shared_memory", "file", "collective", "cuda_ipc"] = "auto"
     """How new weights reach servers: `shared_memory` or `cuda_ipc` (they stay on the GPU) on this machine, through a
-    `file`, or `collective`: the ranks send their parts over the network. `auto` takes the first that works, but
-    never cuda_ipc."""
+    `file`, or `collective`: the ranks send their parts over the network. vLLM takes only files, and SGLang files or
+    collective, from the training loop. `auto` takes the first that works, but never cuda_ipc."""
     weight_link: WeightLink = "gloo"
     """With weight_transfer=collective: `gloo` sends from main memory and works on every machine; `nccl` sends from GPU
     to GPU, needs a separate GPU for every learner rank and server, and does not survive the loss of a server."""

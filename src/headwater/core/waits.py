@@ -30,6 +30,8 @@ from headwater.core.errors import WaitTimeout
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+COLLECTIVE_LIMIT_S = 1800.0
+"""Limit for one collective operation of learner ranks, and for the wait until all of them have joined."""
 ENGINE_START_LIMIT_S = 1800.0
 """Limit for starting an engine process. Loading a large model from a slow disk takes long."""
 ENGINE_CALL_LIMIT_S = ENGINE_START_LIMIT_S + 3 * 600.0

@@ -21,7 +21,7 @@ from headwater.learner.freeze import freeze_parts, vision_modules
 from headwater.learner.learner import LocalLearner
 from headwater.learner.lora import add_adapters
 from headwater.learner.packed_module import PolicyModule, ValueModule
-from headwater.learner.ranks import Ranks
+from headwater.learner.ranks import Ranks, allow_waits
 from headwater.learner.reward_model import RewardModel
 from headwater.models.device import check_float16, sum_in_one_order, with_dtype
 from headwater.models.load import (
@@ -75,6 +75,7 @@ LearnerBuilder = Callable[[LearnerSpec], Learner]
 def build_learner(spec: LearnerSpec) -> LocalLearner:
     """The learner of this process. With several ranks every rank calls it and reads only its shard of each model."""
     config = _repeatable(with_dtype(spec.config))
+    allow_waits(config.learner.rank_timeout_s)
     check_float16(config)
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from headwater.config.schema import LearnerConfig
 from headwater.core.disk import show_bytes
 from headwater.core.errors import ConfigError, OtherRankFailed
+from headwater.core.waits import COLLECTIVE_LIMIT_S
 from headwater.learner.export import plain_name
 from headwater.learner.fused_layers import use_fused_layers
 from headwater.learner.joined_layers import join_projections, joined_weights
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _GRADIENT_BYTES, _AVERAGES_BYTES = 4, 8
 """Of one trained weight."""
+_LONGEST_LIMIT_S = 365 * 86400.0
+"""Of a process group. ``learner.rank_timeout_s`` may be any number."""
 _ROOM = 1.5
 """Free memory that converting all weights at once needs, as a multiple of what is certain to be allocated."""
 
@@ -120,6 +125,17 @@ class Ranks:
         return sorted({name for each in self.gather(list(names)) for name in each})
 
 
+def allow_waits(limit_s: float, group: dist.ProcessGroup | None = None) -> None:
+    """Let a rank wait for the others as long as a call may take (``learner.rank_timeout_s``), if there are others.
+
+    Ranks join before they know the config, with ``COLLECTIVE_LIMIT_S``. That remains if it is longer: a rank also waits
+    for whoever reads the weights that it exports, and this time belongs to no call.
+    """
+    if dist.is_initialized():
+        seconds = min(max(limit_s, COLLECTIVE_LIMIT_S), _LONGEST_LIMIT_S)
+        _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
 @cache
 def _context_mesh(device_type: str, count: int, num_context: int) -> DeviceMesh:
     """The ranks that have the same rows as this one. Cached, so that all models of a learner use the same groups."""
@@ -174,7 +190,9 @@ def shard(
     if ranks.num_context > 1:
         from headwater.learner.context_parallel import ContextGroup  # only these runs need it
 
-        module.context = ContextGroup(_context_mesh(device.type, ranks.count, ranks.num_context))
+        neighbours = _context_mesh(device.type, ranks.count, ranks.num_context)
+        allow_waits(config.rank_timeout_s, neighbours.get_group())
+        module.context = ContextGroup(neighbours)
         module.context.check(module.model)
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,

@@ -65,6 +65,17 @@ class Split:
         return f"{self.num_learner_gpus} : {self.num_servers * self.num_server_gpus}"
 
 
+def transfer_of(split: Split, traits: BackendTraits, weight_transfer: str) -> str:
+    """How weights reach the servers of a split; empty if the engine is in the learner's process."""
+    if split.is_in_process and not traits.is_foreign:
+        return ""
+    if weight_transfer != "auto":
+        return weight_transfer
+    if split.num_gpus <= GPUS_PER_MACHINE:
+        return traits.transfers[0]
+    return "collective" if "collective" in traits.transfers else "file"
+
+
 class CostModel(Protocol):
     """What every split costs."""
 
@@ -99,14 +110,7 @@ class Roofline:
         return gpus_per_server(self.shape, self.gpu)
 
     def transfer(self, split: Split) -> str:
-        """How weights reach the servers of a split; empty if the engine is in the learner's process."""
-        if split.is_in_process and not self.traits.is_foreign:
-            return ""
-        if self.weight_transfer != "auto":
-            return self.weight_transfer
-        if split.num_gpus <= GPUS_PER_MACHINE:
-            return self.traits.transfers[0]
-        return "collective" if "collective" in self.traits.transfers else "file"
+        return transfer_of(split, self.traits, self.weight_transfer)
 
     def costs(self, split: Split) -> Costs:
         return roofline_costs(

@@ -319,8 +319,7 @@ class EngineWatch:
         used = now.metrics["kv_pages_used"] / total if total else now.metrics.get("kv_used", float("nan"))
         with self._lock:
             self._seen.append((now.num_running, now.num_waiting, used))
-            if now.metrics:
-                self._latest = now.metrics
+            self._latest = {**self._latest, **now.metrics}  # a server may leave out its counters once
 
 
 def _since(latest: Mapping[str, float], before: Mapping[str, float], key: str) -> float:

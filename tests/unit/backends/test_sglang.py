@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 from headwater.weights import collective
 from headwater.weights.links import Link, Meeting
+from headwater.weights.publish import publish
 
 ANSWER = {
     "text": " Paris.",
@@ -251,6 +253,8 @@ class Player:
         self.num_waiting = 0
         """Requests that have arrived since it was paused."""
         self.labels_tokens = False
+        self.on_call: Callable[[str], None] = lambda path: None
+        """Called with the path of every call before it is answered."""
         self._groups: dict[str, Link] = {}
 
     def routes(self) -> list[web.RouteDef]:
@@ -301,6 +305,7 @@ class Player:
 
     async def control(self, asked: web.Request) -> web.Response:
         path = asked.path
+        self.on_call(path)
         if self.refused.get(path):
             return web.json_response({}, status=self.refused[path].pop(0))
         prefix = dialect_of(self.version).info_prefix
@@ -424,6 +429,23 @@ def test_tokens_are_streamed_and_memory_is_released():
         engine.wake(("kv_cache",))
         thread.join(60)
         assert player.calls[-2:] == ["resume_memory_occupation", "continue_generation"]
+
+
+def test_the_pause_of_an_update_does_not_count_the_time_in_which_a_server_drains(monkeypatch):
+    now, player = [0.0], Player()
+    takes = {"/pause_generation": 100.0, "/update_weights_from_disk": 7.0, "/continue_generation": 1.0}
+
+    def answered(path: str) -> None:
+        now[0] += takes.get(path, 0.0)
+
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    update = WeightUpdate.of(2, model().named_parameters())
+    source = SimpleNamespace(export=lambda: update.buckets, shapes=lambda: update.shapes)
+    player.on_call = answered
+    with connected(player, "engine.update_mode=drain") as engine:
+        assert engine.status().metrics == {"last_update_pause_s": 8.0}
+        takes["/update_weights_from_disk"] = 5.0
+        assert publish(source, engine, 2).metrics()["time/weights_pause_s"] == 6.0
 
 
 def test_weights_travel_over_a_process_group():

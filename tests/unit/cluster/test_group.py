@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from headwater.api import site as sites
 from headwater.cluster import torchrun
@@ -20,6 +21,7 @@ from headwater.config.schema import Config
 from headwater.core.data_proto import DataProto
 from headwater.core.errors import ConfigError
 from headwater.core.learner import LearnerStatus, RankStatus
+from headwater.learner.ranks import Ranks, allow_waits
 
 
 class Rank:
@@ -169,3 +171,14 @@ def test_a_call_of_the_ranks_has_the_limit_of_the_settings(monkeypatch):
     monkeypatch.setattr(sites.signal, "signal", lambda *_: None)
     with sites.open_site(load_config("quickstart", ["learner.rank_timeout_s=7"]).config, is_restart=False) as site:
         assert site.make_learner(None) == 7
+
+
+def test_a_rank_waits_for_the_others_as_long_as_a_call_may_take():
+    Ranks().mesh(torch.device("cpu"))  # makes the process group of one rank
+    group = dist.group.WORLD
+    try:
+        for limit_s, expected in ((7.0, 1800.0), (7200.0, 7200.0), (1e30, 365 * 86400.0)):
+            allow_waits(limit_s, group)
+            assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == expected
+    finally:
+        allow_waits(0.0, group)

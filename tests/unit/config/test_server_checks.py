@@ -1,9 +1,13 @@
 """Settings of servers that are valid alone but not together."""
 
+import re
 import socket
+from pathlib import Path
+from typing import get_args
 
 from headwater.config.load import load_config
-from headwater.config.server_checks import chosen_transfer, is_on_this_machine
+from headwater.config.rollout_schema import WeightTransfer
+from headwater.config.server_checks import backend_traits, chosen_transfer, is_on_this_machine
 
 OWN = "rollout.placement=disaggregated"
 NATIVE = "rollout.backend=native"
@@ -100,6 +104,16 @@ def test_weights_take_the_first_way_that_works_for_the_servers():
     assert chosen(NATIVE, FAR) == "collective"
     assert chosen(NATIVE, FAR, "rollout.weight_folder=/nfs") == "file"
     assert chosen(SGLANG, NEAR) == "file"
+
+
+def test_the_page_about_weights_names_the_programs_that_take_each_transfer():
+    page = (Path(__file__).parents[3] / "docs" / "weights.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|[^|]+\|[^|]+\|$", page.split("## Transports")[1], re.MULTILINE))
+    programs = {"`headwater serve`": NATIVE, "vLLM": VLLM, "SGLang": SGLANG}
+    taken = {name: backend_traits(load_config(None, [each, NEAR]).config).transfers for name, each in programs.items()}
+    assert set(rows) == set(get_args(WeightTransfer))
+    for transfer, named in rows.items():
+        assert named.split(", ") == [name for name in programs if transfer in taken[name]], transfer
 
 
 def test_the_addresses_of_this_machine_are_known():

@@ -184,6 +184,47 @@ def test_servers_of_vllm_get_weights_from_files():
     assert model.transfer(Split(1, 1, is_colocated=True)) == "file"
 
 
+def test_servers_of_several_gpus_have_the_costs_of_the_backend_that_is_recommended(tmp_path, capsys):
+    """`headwater serve` uses one GPU, so an embedded engine cannot serve a model that needs two."""
+    seventy = ["--model", "llama-3.1-70b", "--gpus", "16", "--staleness", "1", "--mean-tokens", "50"]
+    given = ["learner.checkpoint_activations=true", "lora.rank=8", "trainer.num_prompts_per_step=4"]
+
+    def planned(*more: str) -> tuple[Costs, str]:
+        file = tmp_path / "costs.json"
+        assert main(["plan", "quickstart", *given, *more, *seventy, "--write-costs", str(file)]) == 0
+        return Costs.read(file), capsys.readouterr().out
+
+    weights = 2 * SHAPES["llama-3.1-70b"].num_parameters
+    through_files, over_gloo = weights / 0.86e9, weights / 2.0e9
+    folder = "rollout.weight_folder=/shared/weights"
+    for more in ((), ("rollout.placement=disaggregated", "rollout.weight_transfer=collective")):
+        costs, printed = planned(*more)
+        assert costs.learner.publish_s == pytest.approx(through_files, rel=0.01), "vLLM takes weights from files"
+        assert costs.generation.step_per_sequence_s == 37e-6, "vLLM's"
+        assert (
+            "Backend  vllm, because a server needs 2 GPUs, and a server of rollout.backend = embedded has one"
+            in printed
+        )
+        assert "rollout.launch.tensor_parallel=2 rollout.backend=vllm" in printed
+        assert folder in printed
+        assert ("rollout.weight_transfer=auto" in printed) == bool(more)
+    costs, printed = planned("rollout.placement=disaggregated", "rollout.backend=sglang")
+    assert costs.learner.publish_s == pytest.approx(over_gloo, rel=0.01)
+    assert "Backend" not in printed
+    assert folder not in printed
+
+
+def test_servers_on_other_machines_that_read_files_get_a_folder():
+    def settings(split: Split, *given: str) -> list[str]:
+        config = load_config(["quickstart"], ["rollout.backend=vllm", *given], was_accepted=True).config
+        return [each for each in settings_of(Row(split, 1, None), config) if "weight" in each]
+
+    assert settings(Split(4, 4)) == [], "one machine"
+    assert settings(Split(4, 5)) == ["rollout.weight_folder=/shared/weights"]
+    own = ("rollout.placement=disaggregated", "rollout.weight_folder=/mine")
+    assert settings(Split(4, 5), *own) == [], "the recipe has one"
+
+
 def test_the_recommended_settings_are_accepted_and_use_all_gpus():
     for backend, split in (
         ("embedded", Split(1, 1, is_colocated=True)),
@@ -191,6 +232,7 @@ def test_the_recommended_settings_are_accepted_and_use_all_gpus():
         ("embedded", Split(1, 3)),
         ("embedded", Split(4, 12)),
         ("embedded", Split(4, 2, 2)),
+        ("embedded", Split(16, 8, 2)),
         ("vllm", Split(1, 2, 2)),
         ("vllm", Split(4, 4, is_colocated=True)),
     ):

@@ -169,7 +169,7 @@ def test_weights_over_nccl_arrive_on_the_gpu_of_the_engine(engine, monkeypatch):
     """A machine without GPUs has no such group, so nothing is sent here."""
     made: list[Link] = []
 
-    def connect(meeting: Meeting, rank: int, size: int, gpu: torch.device | None) -> Link:
+    def connect(meeting: Meeting, rank: int, size: int, gpu: str) -> Link:
         made.append(Link(None, meeting, gpu))
         return made[-1]
 
@@ -192,5 +192,5 @@ def test_weights_over_nccl_arrive_on_the_gpu_of_the_engine(engine, monkeypatch):
     ):
         asyncio.run(join(device, backend))
         assert made[-1].device == expected
-    link = Link(Received(), Meeting("127.0.0.1", 5, "g", "nccl"), torch.device("meta"))
+    link = Link(Received(), Meeting("127.0.0.1", 5, "g", "nccl"), "meta")
     assert _receive(UpdateFromGroup.read(TENSORS), link)["w"].device == torch.device("meta")

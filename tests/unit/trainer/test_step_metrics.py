@@ -106,6 +106,8 @@ def test_the_engine_s_counters_are_those_of_the_step():
                                        "num_tokens_prefilled": 30, "num_preempted": 1}),
         EngineStatus(0, 1, 0, metrics={"kv_pages_total": 8, "kv_pages_used": 2, "num_tokens_cached": 40,
                                        "num_tokens_prefilled": 40, "num_preempted": 1}),
+        EngineStatus(0, 1, 0, metrics={"last_update_pause_s": 0.5}),
+        EngineStatus(0, 1, 0, metrics={"num_tokens_cached": 44, "num_tokens_prefilled": 40, "num_preempted": 1}),
         EngineStatus(0, 0, 0, metrics={"kv_pages_total": 8, "kv_pages_used": 0, "num_tokens_cached": 5,
                                        "num_tokens_prefilled": 15, "num_preempted": 0}),
     ]  # fmt: skip
@@ -116,6 +118,10 @@ def test_the_engine_s_counters_are_those_of_the_step():
     second = watch.take()
     assert second["engine/cache_hit_fraction"] == 0.75
     assert (second["engine/preempted"], second["engine/running_mean"]) == (0, 2.0)
+    seen.pop(0)
+    assert watch.take()["engine/cached_tokens"] == 0, "the engine did not tell its counters"
+    seen.pop(0)
+    assert watch.take()["engine/cached_tokens"] == 4, "since it told them last"
     seen.pop(0)
     assert watch.take()["engine/cached_tokens"] == 5, "the engine was replaced, and counts from 0"
     partial = EngineWatch(lambda: EngineStatus(0, metrics={"num_tokens_prefilled": 15})).take()

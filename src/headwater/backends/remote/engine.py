@@ -198,6 +198,7 @@ class RemoteEngine:
 
     def status(self) -> EngineStatus:
         session = self._session
+        pause = {} if session.last_pause_s is None else {"last_update_pause_s": session.last_pause_s}
         return EngineStatus(
             version=session.weights.version,
             num_running=session.num_started,
@@ -213,7 +214,7 @@ class RemoteEngine:
                 "max_sequences": self._info.max_sequences,
                 "url": self.url,
             },
-            metrics=session.measured,
+            metrics={**session.measured, **pause},
         )
 
     # Requests

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
@@ -61,6 +62,8 @@ class RemoteSession:
         self.info: ServerInfo | None = None
         self.measured: Mapping[str, float] = {}
         """What the server said about itself at the last health check."""
+        self.last_pause_s: float | None = None
+        """How long the server generated nothing during the last weight update."""
         self.is_paused = False
         self.asleep: set[MemoryTag] = set()
         self.failure: RolloutFailed | None = None
@@ -338,10 +341,11 @@ class RemoteSession:
             self._is_updating = True
             self._settle()
             try:
-                await self._pause_for_update(link, mode, limit_s)
+                paused_at = await self._pause_for_update(link, mode, limit_s)
                 await self._load(link, load, version)
                 self.weights.folder = folder
                 await self._resume(link)
+                self.last_pause_s = time.perf_counter() - paused_at
             except LinkLost as error:
                 self.lost(link, str(error))
                 raise TransferLost(f"{self.name}: ended during a weight update: {error}") from error
@@ -355,7 +359,8 @@ class RemoteSession:
                 self._is_updating = False
                 self._settle()
 
-    async def _pause_for_update(self, link: ServerLink, mode: UpdateMode, limit_s: float) -> None:
+    async def _pause_for_update(self, link: ServerLink, mode: UpdateMode, limit_s: float) -> float:
+        """Return when the server stopped generating. While it drains, it still generates."""
         if mode == "in_flight":
             for opened in self._open:
                 opened.weights_change()
@@ -365,11 +370,12 @@ class RemoteSession:
             kind="weights",
             hard_limit_s=limit_s,
         )
+        paused_at = time.perf_counter()
         reading = {each.reading for each in self._open if each.reading is not None and not each.reading.done()}
-        if mode == "in_flight" or not reading:
-            return
-        await asyncio.wait(reading, timeout=_LAST_CHUNKS_S)
-        await self._interrupt()  # the rest arrived at a paused server, which has not begun them
+        if mode != "in_flight" and reading:
+            await asyncio.wait(reading, timeout=_LAST_CHUNKS_S)
+            await self._interrupt()  # the rest arrived at a paused server, which has not begun them
+        return paused_at
 
     async def _interrupt(self) -> None:
         """Stop reading all streams. What is missing is requested again once the gate is open."""
