@@ -41,10 +41,13 @@ TILES = [
         (128, 256, 64, 8, 3),
     )
 ]  # fmt: skip
-needs_scaled_tiles = pytest.mark.skipif(
-    not (torch.cuda.is_available() and linear.has_scaled_tiles(torch.device("cuda", 0))),
-    reason=f"tiles depend on the rows only on GPUs of compute capability {linear.SCALED_TILES_ON}",
-)
+
+
+@pytest.fixture
+def scaled():
+    """Skips a test where tiles do not depend on the number of rows."""
+    if not linear.has_scaled_tiles(torch.device("cuda", 0)):
+        pytest.skip(f"tiles depend on the rows only on GPUs of compute capability {linear.SCALED_TILES_ON}")
 
 
 @pytest.fixture(params=["own tiles", "fixed tiles"])
@@ -62,8 +65,7 @@ def model_of(kind: str):
     return build(CONFIGS[kind]()).to(torch.bfloat16).to("cuda")
 
 
-@needs_scaled_tiles
-def test_an_invariant_result_has_the_same_bits_in_every_tile_size():
+def test_an_invariant_result_has_the_same_bits_in_every_tile_size(scaled):
     torch.manual_seed(0)
     x, weight = randn(1000, 1536), randn(2048, 1536, scale=0.03)
     expected = invariant_linear(x, weight, None, torch.float32, TILES[0])
@@ -74,9 +76,8 @@ def test_an_invariant_result_has_the_same_bits_in_every_tile_size():
         assert torch.equal(gated_linear(x[:65], weight, None, config), gated[:65]), config
 
 
-@needs_scaled_tiles
 @pytest.mark.parametrize("outputs", [960, 2048, 17920, 100_003])
-def test_scaled_tiles_give_the_bits_of_the_fixed_ones_with_any_number_of_rows(outputs):
+def test_scaled_tiles_give_the_bits_of_the_fixed_ones_with_any_number_of_rows(outputs, scaled):
     """With the tiles that an engine chooses for each number of rows."""
     torch.manual_seed(0)
     x, weight, chosen = randn(2048, 1536), randn(outputs, 1536, scale=0.03), set()
@@ -91,8 +92,7 @@ def test_scaled_tiles_give_the_bits_of_the_fixed_ones_with_any_number_of_rows(ou
     assert chosen - {TILES[0]}, "other tiles than the fixed ones"
 
 
-@needs_scaled_tiles
-def test_an_invariant_sum_in_slices_has_the_same_bits_with_any_number_of_rows():
+def test_an_invariant_sum_in_slices_has_the_same_bits_with_any_number_of_rows(scaled):
     torch.manual_seed(0)
     x, weight, norm_weight = randn(4096, 8960), randn(1536, 8960, scale=0.03), randn(1536)
 
