@@ -59,7 +59,7 @@ def model_of(name, dtype=torch.float32):
 
 
 def inputs_of(name, dtype=torch.float32, contents=CONTENTS):
-    reader = MediaReader(processor_of(name), uses_grid=True, dtype=dtype, as_levels=True)
+    reader = MediaReader(processor_of(name), uses_grid=True, max_positions=2048, dtype=dtype, as_levels=True)
     inputs = [reader.processor.inputs(each) for each in contents]
     reader.close()
     return inputs

@@ -75,7 +75,9 @@ class HfEngine:
         self._device = model.device
         self._media: MediaReader | None = None
         if processor is not None:
-            self._media = MediaReader(processor, uses_grid=uses_grid_positions(model.config))
+            self._media = MediaReader(
+                processor, uses_grid=uses_grid_positions(model.config), max_positions=num_positions
+            )
         self._generator = HfGenerator(model, tokenizer, None if self._media is None else self._media.processor)
         self._max_batch_sequences = max_batch_sequences
         self._spans = spans

@@ -150,12 +150,21 @@ class HfGenerator:
         ]
 
     def check_placeholders(self, request: ModelRequest) -> None:
-        """Raise ``RequestError`` if a placeholder token is text: transformers finds media by these tokens."""
+        """Raise ``RequestError`` if a placeholder token is text: transformers finds media by these tokens.
+
+        It is also raised if the response would begin directly after media with a grid, because ``generate`` would give
+        it wrong rotary positions.
+        """
         config = self._model.config
         marks = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")}
         tokens = np.array(request.input_tokens + request.given_tokens)
         for item in request.media:
             tokens[item.places()] = -1
+        if any(any(block.grid) and block.start + block.length == len(tokens) for block in request.media[-1].blocks):
+            raise RequestError(
+                f"request {request.request_id}: the prompt ends with media, after which the hf backend cannot "
+                "continue; let text follow, or use rollout.backend=embedded"
+            )
         place = next((place for place, token in enumerate(tokens.tolist()) if token in marks), None)
         if place is not None:
             raise RequestError(
@@ -164,7 +173,10 @@ class HfGenerator:
             )
 
     def _media_inputs(self, requests: Sequence[ModelRequest], width: int) -> dict[str, Tensor]:
-        """The pictures, once for every request, and which tokens stand for them."""
+        """The pictures, once for every request, which tokens stand for them, and the rotary positions of all tokens.
+
+        ``generate`` gives every new token the position after that of the token before it.
+        """
         if hasattr(self._model.base_model, "rope_deltas"):
             self._model.base_model.rope_deltas = None  # those of the previous call
         if not requests[0].media:
@@ -174,9 +186,9 @@ class HfGenerator:
         made: dict[str, Tensor] = {}
         for name in rows[0].keys() - {"input_ids"}:
             values = [row[name] for row in rows]
-            if name == "mm_token_type_ids":
-                values = [F.pad(each, (width - each.shape[1], 0)) for each in values]
-            made[name] = torch.cat(values).to(self._model.device)
+            if name in ("mm_token_type_ids", "position_ids"):
+                values = [F.pad(each, (width - each.shape[-1], 0)) for each in values]
+            made[name] = torch.cat(values, dim=1 if name == "position_ids" else 0).to(self._model.device)
         return made
 
     def given_whole(self, request: ModelRequest) -> ModelResponse | None:

@@ -153,7 +153,8 @@ def identity_tokens(tokens: Sequence[int], media: Media) -> NDArray[np.int32]:
 def rotary_positions(num_tokens: int, media: Media) -> NDArray[np.int64]:
     """``[3, tokens]``: the time, height and width of every token, for models with multi-dimensional rotary embeddings.
 
-    The three are equal for a token of text. Text after a block continues after the block's larger side.
+    The three are equal for a token of text. Text after a block continues one position after the block's largest, as in
+    the training of these models.
     """
     import numpy as np
 
@@ -169,11 +170,17 @@ def rotary_positions(num_tokens: int, media: Media) -> NDArray[np.int64]:
         grid[0] = (np.arange(time) * block.time_step).astype(np.int64).repeat(height * width)
         end = block.start + block.length
         positions[:, block.start : end] = start + grid
-        start += max(height, width)
+        start += _extent(block)
     positions[:, end:] = start + np.arange(num_tokens - end)
     return positions
 
 
 def rotary_shift(media: Media) -> int:
     """What to add to the index of a token after all media, to get its rotary position."""
-    return sum(max(block.grid[1:]) - block.length for item in media for block in item.blocks if any(block.grid))
+    return sum(_extent(block) - block.length for item in media for block in item.blocks if any(block.grid))
+
+
+def _extent(block: MediaBlock) -> int:
+    """The rotary positions of a block, from its first to its largest, which is often that of a video's last time."""
+    time, height, width = block.grid
+    return max(int((time - 1) * block.time_step) + 1, height, width)

@@ -164,6 +164,7 @@ class Engine:
             self._media = MediaReader(
                 processor,
                 uses_grid=spec.uses_grid,
+                max_positions=spec.max_positions,
                 dtype=spec.dtype,
                 as_levels=isinstance(tower, PackedTower),
             )

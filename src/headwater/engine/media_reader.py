@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from headwater.core.errors import RequestError, RolloutFailed
-from headwater.core.media import Media, MediaContent, PlacedMedia
+from headwater.core.media import Media, MediaContent, PlacedMedia, rotary_shift
 from headwater.core.requests import ModelRequest
 from headwater.models.vision import VisionProcessor
 from headwater.models.vision.family import BlockShape
@@ -132,13 +132,18 @@ class MediaReader:
         processor: VisionProcessor,
         *,
         uses_grid: bool,
+        max_positions: int,
         dtype: torch.dtype | None = None,
         as_levels: bool = False,
     ) -> None:
-        """``dtype`` is that of the tower that takes the tensors, by default float32. ``as_levels``: the tower takes
-        ``QwenFamily.level_inputs``."""
+        """``max_positions`` is the number of rotary positions of the model.
+
+        ``dtype`` is that of the tower that takes the tensors, by default float32. ``as_levels``: the tower takes
+        ``QwenFamily.level_inputs``.
+        """
         self.processor: VisionProcessor = _TowerInputs(processor, dtype, as_levels=as_levels)
         self._uses_grid = uses_grid
+        self._max_positions = max_positions
         num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(num_threads, "headwater-media")
         self._urgent = ThreadPoolExecutor(num_threads, "headwater-media-again")
@@ -157,6 +162,14 @@ class MediaReader:
             if problem:
                 raise RequestError(f"request {request.request_id}: {_name(item.content)} {problem}")
             end = item.end
+        # Times of a video may be further apart than the tokens between them.
+        shift = rotary_shift(request.media)
+        num_positions = len(request.input_tokens) + request.sampling.max_new_tokens + shift
+        if shift > 0 and num_positions > self._max_positions:
+            raise RequestError(
+                f"request {request.request_id}: with the times of its videos it needs {num_positions} rotary "
+                f"positions, and the model has {self._max_positions}; use shorter videos, or lower max_new_tokens"
+            )
 
     def begin(self, request: ModelRequest, on_done: Callable[[], None]) -> Reading:
         """Start to read the media of a request. ``on_done`` is called by other threads when an item may be done."""

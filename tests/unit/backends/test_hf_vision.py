@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from engine.engine_parts import running as running_text
-from engine.vision_parts import NAMES, asking, full_pass, generated, make_model, picture, processor_of, running
+from engine.vision_parts import NAMES, asking, full_pass, generated, make_model, picture, processor_of, running, video
 
 from headwater.backends.hf import HfEngine
 from headwater.config.schema import EngineConfig
@@ -50,6 +50,23 @@ def test_it_equals_the_embedded_engine_and_transformers(name):
     assert [each.output_tokens for each in responses] == [each.output_tokens for each in others]
 
 
+def test_text_continues_after_the_last_time_of_a_video():
+    """Prompts of different lengths in one call. The second time of the video is 200 positions after the first."""
+    name = NAMES[0]
+    long = video(1, num_frames=4, frames_per_s=0.04)
+    asked = [asking(name, [long], key, text="Why?" * key) for key in range(3)]
+    asked += [replace(asking(name, [ONE, long], 6), given_tokens=(9, 10)), asking(name, [long], 7, temperature=0.0)]
+    engine = hf_engine(name)
+    responses = generate(engine, asked)
+    engine.close()
+    for request, response in zip(asked, responses, strict=True):
+        assert response.output_logprobs == pytest.approx(full_pass(name, request, response), abs=1e-4)
+    assert list(responses[-1].output_tokens) == generated(name, asked[-1])
+    with running(name) as embedded:
+        others = embedded.generate(asked)
+    assert [each.output_tokens for each in responses] == [each.output_tokens for each in others]
+
+
 def test_what_it_cannot_serve_is_refused():
     name = NAMES[0]
     engine = hf_engine(name)
@@ -59,6 +76,7 @@ def test_what_it_cannot_serve_is_refused():
     for wrong, message in (
         (replace(good, given_tokens=(9, mark)), f"token {mark} at position .* is text here"),
         (broken, "cannot be read"),
+        (replace(good, input_tokens=good.input_tokens[: good.media[0].end]), "the prompt ends with media"),
         (replace(good, media=(replace(good.media[0], content=WIDE),)), "encode the prompt with the model's own"),
     ):
         with pytest.raises(RequestError, match=message):

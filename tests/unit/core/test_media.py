@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
+from cases import case
 from PIL import Image
 
 from headwater.core.media import (
@@ -36,17 +38,49 @@ def test_equal_placeholders_of_two_pictures_differ():
     assert identity_tokens(tokens, ()).tolist() == tokens
 
 
-def test_text_after_a_block_continues_after_its_larger_side():
+def test_text_after_a_block_continues_after_its_largest_position():
     media = (placed(b"a", MediaBlock(2, 6, (1, 2, 3))), placed(b"b", MediaBlock(9, 4, (2, 2, 1), time_step=5.0)))
     positions = rotary_positions(15, media)
-    assert positions[0].tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 11, 11, 8, 9]
-    assert positions[1].tolist() == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 6, 7, 8, 9]
-    assert positions[2].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 6, 6, 8, 9]
-    assert rotary_shift(media) == positions[0, -1] - 14
+    assert positions[0].tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 11, 11, 12, 13]
+    assert positions[1].tolist() == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 6, 7, 12, 13]
+    assert positions[2].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 6, 6, 12, 13]
+    assert rotary_shift(media) == 13 - 14
     assert (rotary_positions(5, ()) == np.arange(5)).all()
     without_grid = (placed(b"a", MediaBlock(1, 2)),)
     assert (rotary_positions(5, without_grid) == np.arange(5)).all()
     assert rotary_shift(without_grid) == 0
+
+
+def test_positions_of_videos_are_those_of_the_authors_of_qwen2_5_vl():
+    """The positions of videos of a given grid and time step: the largest of each axis, and the text after them."""
+    for name, start, grid, time_step, largest, text in (
+        ("the example of the model's source", 0, (3, 2, 2), 50.0, (100, 1, 1), 101),
+        ("two minutes, printed by transformers 5.2", 15, (84, 12, 16), 4.0, (347, 26, 30), 348),
+        ("64 frames, two per second", 0, (32, 20, 36), 2.0, (62, 19, 35), 63),
+        ("sides larger than the time", 7, (2, 3, 5), 2.0, (9, 9, 11), 12),
+        ("time as large as a side", 0, (3, 5, 4), 2.0, (4, 4, 3), 5),
+        ("rounded down: 0, 2.7, 5.3, 8", 1, (4, 2, 2), 8 / 3, (9, 2, 2), 10),
+        ("rounded down: 0, 0.6, 1.2, 1.8", 0, (4, 1, 1), 0.6, (1, 0, 0), 2),
+        ("one time", 3, (1, 2, 4), 1000.0, (3, 4, 6), 7),
+    ):
+        with case(name):
+            length = math.prod(grid)
+            media = (placed(b"a", MediaBlock(start, length, grid, time_step)),)
+            positions = rotary_positions(start + length + 2, media)
+            assert positions[:, start].tolist() == [start] * 3
+            assert positions[:, start : start + length].max(axis=1).tolist() == list(largest)
+            assert positions[:, start + length :].tolist() == [[text, text + 1]] * 3
+            assert rotary_shift(media) == text - start - length
+
+
+def test_videos_and_images_follow_one_another():
+    blocks = MediaBlock(1, 2, (2, 1, 1), 7.5), MediaBlock(4, 4, (1, 2, 2)), MediaBlock(8, 2, (2, 1, 1), 3.0)
+    media = tuple(placed(b"a", each) for each in blocks)
+    positions = rotary_positions(12, media)
+    assert positions[0].tolist() == [0, 1, 8, 9, 10, 10, 10, 10, 12, 15, 16, 17]
+    assert positions[1].tolist() == [0, 1, 1, 9, 10, 10, 11, 11, 12, 12, 16, 17]
+    assert positions[2].tolist() == [0, 1, 1, 9, 10, 11, 10, 11, 12, 12, 16, 17]
+    assert rotary_shift(media) == 6
 
 
 def test_moved_media_keep_their_content():

@@ -76,11 +76,20 @@ def test_mixed_requests_equal_transformers(name):
 
 @pytest.mark.parametrize("name", WITH_VIDEOS)
 def test_videos_equal_transformers(name):
-    """With 0.001 frames per second, the rotary positions of the last frames are far beyond those of the text."""
-    videos = [video(1), video(2, num_frames=2), video(1, num_frames=4, frames_per_s=0.001)]
+    """With 0.01 frames per second, the rotary positions of Qwen2.5-VL are far beyond the number of tokens."""
+    videos = [video(1), video(2, num_frames=2), video(1, num_frames=4, frames_per_s=0.01)]
     asked = [asking(name, [each], key) for key, each in enumerate(videos)] + [asking(name, [ONE, videos[0], WIDE], 9)]
     with running(name, max_prefill_tokens=19) as engine:
         assert_right(name, asked, engine.generate(asked))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
+def test_greedy_text_after_videos_is_that_of_generate(name):
+    contents = [[video(1)], [video(1, num_frames=4, frames_per_s=0.01)], [ONE, video(2, num_frames=3), WIDE]]
+    asked = [asking(name, each, temperature=0.0) for each in contents]
+    with running(name, max_prefill_tokens=19) as engine:
+        responses = engine.generate(asked)
+    assert [list(each.output_tokens) for each in responses] == [generated(name, each) for each in asked]
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -52,6 +52,10 @@ WRONG = {
     "other grid": (with_blocks(BLOCK._replace(grid=(1, 3, 2))), "block of 4 tokens with a grid of 1 × 3 × 2"),
     "no grid": (with_blocks(BLOCK._replace(grid=(0, 0, 0))), "with a grid of 0 × 0 × 0"),
     "huge time": (with_blocks(BLOCK._replace(time_step=1e30)), r"step of 1e\+30"),
+    "long time": (
+        with_blocks(BLOCK._replace(grid=(2, 2, 1), time_step=2040.0)),
+        r"its videos it needs 20\d\d rotary positions, and the model has 2048; use shorter videos",
+    ),
     "no number": (with_blocks(BLOCK._replace(time_step=float("nan"))), "step of nan"),
     "twice": (replace(GOOD, media=(ITEM, ITEM)), "must be in the order of their tokens"),
     "no digest": (with_content(replace(ITEM.content, digest="zz")), "has no valid digest"),
@@ -278,7 +282,7 @@ def test_callers_that_wait_for_pictures_do_not_outlive_the_reader(monkeypatch):
         read(reader, content)
 
     monkeypatch.setattr(MediaReader, "_read", slow)
-    reader = MediaReader(processor_of(NAME), uses_grid=True)
+    reader = MediaReader(processor_of(NAME), uses_grid=True, max_positions=2048)
 
     def ask(request):
         try:

@@ -95,10 +95,13 @@ def running(name: str, model: Any = None, **settings: Any) -> Iterator[Engine]:
 
 
 def model_inputs(name: str, tokens: Sequence[int], media: Media, device: str = "cpu") -> dict[str, Any]:
-    """What a processor of transformers gives to the model."""
+    """What a processor of transformers gives to the model, and rotary positions where transformers makes wrong ones."""
     if not media:
         return {"input_ids": torch.tensor([list(tokens)], device=device)}
-    return {key: value.to(device) for key, value in processor_of(name).model_inputs(tokens, media).items()}
+    made = {key: value.to(device) for key, value in processor_of(name).model_inputs(tokens, media).items()}
+    if name != "qwen2_5_vl" or all(item.content.kind == "image" for item in media):
+        made.pop("position_ids", None)
+    return made
 
 
 @torch.no_grad()

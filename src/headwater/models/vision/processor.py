@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headwater.chat.render import encode_rendered
 from headwater.core.byte_cache import ByteCache
-from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia
+from headwater.core.media import Media, MediaBlock, MediaContent, MediaKind, PlacedMedia, rotary_positions
 from headwater.models.vision.family import BlockShape, VisionFamily
 
 DEFAULT_CACHE_BYTES = 2**30
@@ -88,13 +88,18 @@ class VisionProcessor:
         return self.family.inputs(content)
 
     def model_inputs(self, tokens: Sequence[int], media: Media) -> dict[str, Tensor]:
-        """What the forward pass and ``generate`` of the whole transformers model take for one sequence."""
+        """What the forward pass and ``generate`` of the whole transformers model take for one sequence.
+
+        Rotary positions are given, because transformers 5 continues text after a video of Qwen2.5-VL among the times of
+        the video.
+        """
         types = torch.zeros(1, len(tokens), dtype=torch.int32)
         for item in media:
             types[0, torch.from_numpy(item.places())] = 1 + _KINDS.index(item.content.kind)
         made = self.family.joined([self.inputs(item.content) for item in media])
         if self.family.uses_token_types:
             made["mm_token_type_ids"] = types
+            made["position_ids"] = torch.from_numpy(rotary_positions(len(tokens), media))[:, None]
         return {"input_ids": torch.tensor([list(tokens)]), **made}
 
     def save(self, folder: Path) -> None:
