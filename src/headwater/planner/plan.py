@@ -155,7 +155,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """One split at one staleness."""
 
     split: Split
@@ -186,17 +186,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    by_split: tuple[Row, ...]
+    by_split: tuple[Candidate, ...]
     """All splits, colocated first, at the same staleness (a colocated step is synchronous)."""
-    by_staleness: tuple[Row, ...]
+    by_staleness: tuple[Candidate, ...]
     """The best split at several values of ``rollout.max_staleness``."""
-    best: Row
+    best: Candidate
     """The fastest of ``by_split``."""
     notes: tuple[str, ...]
     source: str
 
     @property
-    def older(self) -> Row | None:
+    def older(self) -> Candidate | None:
         """The smallest staleness that is a tenth faster than the best split and nearly as fast as any other."""
         fastest = max((each.rate for each in self.by_staleness), default=0.0)
         enough = (each for each in self.by_staleness if each.rate > max(0.9 * fastest, 1.1 * self.best.rate))
@@ -222,9 +222,9 @@ def make_plan(
 ) -> Plan:
     """Simulate splits at the recipe's staleness (1 if that is 0), then the best split at all of ``staleness``."""
     at = workload.max_staleness or 1
-    seen: dict[tuple[Split, int], Row] = {}
+    seen: dict[tuple[Split, int], Candidate] = {}
 
-    def row(split: Split, max_staleness: int) -> Row:
+    def row(split: Split, max_staleness: int) -> Candidate:
         key = split, max_staleness
         if key not in seen:
             progress(split, max_staleness)
@@ -240,7 +240,7 @@ def make_plan(
             "learner.checkpoint_activations=true, lower learner.max_tokens_per_microbatch, or use lora.rank"
         )
     separate = [each for each in possible if not each.split.is_colocated]
-    by_staleness: list[Row] = []
+    by_staleness: list[Candidate] = []
     if separate:
         best_split = max(separate, key=lambda each: each.rate).split
         by_staleness = [row(best_split, each) for each in sorted({*staleness, at})]
@@ -272,14 +272,14 @@ def predict(
     max_staleness: int,
     *,
     max_episodes: int | None = None,
-) -> Row:
+) -> Candidate:
     """Simulate one split at one staleness, with fewer steps if they have more than ``max_episodes`` together.
 
     None means as many as a plan of several splits can afford.
     """
     problem = model.problem(split)
     if problem:
-        return Row(split, max_staleness, None, problem)
+        return Candidate(split, max_staleness, None, problem)
     at = replace(workload, max_staleness=max_staleness)
     ahead = min(max_staleness, 8)
     most = max(_FEWEST_STEPS + 2, (max_episodes or _EPISODES_PER_SIMULATION) // workload.num_episodes)
@@ -288,5 +288,5 @@ def predict(
     try:
         predicted = simulate(at, model.costs(split), split.num_servers, num_steps=num_steps, warm_up=warm_up)
     except HeadwaterError as error:
-        return Row(split, max_staleness, None, str(error))
-    return Row(split, max_staleness, predicted, is_shortened=warm_up < 2 + ahead)
+        return Candidate(split, max_staleness, None, str(error))
+    return Candidate(split, max_staleness, predicted, is_shortened=warm_up < 2 + ahead)
