@@ -125,7 +125,7 @@ def invariant(product: str, rows: int) -> Iterator[Values]:
 
 
 def compile_one(case: tuple[Any, ...]) -> str | None:
-    """Compile a kernel into Triton's cache on disk. Returns an error rather than raising it: the other cases go on."""
+    """Compile a kernel into Triton's cache on disk. Return an error rather than raise it: the other cases continue."""
     kind, *rest, config = case
     try:
         if kind == "paired":

@@ -216,7 +216,7 @@ class Trainer:
 
 
 def _check_files(config: Config) -> None:
-    """Raise before anything is loaded if files are missing, or if nobody said what to train or evaluate on."""
+    """Raise before anything is loaded if files are missing, or if no data to train or evaluate on is given."""
     named = {"data.train", "data.dataset", *(("data.eval",) if config.eval.only else ())}
     if not named & config.given:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""What has no effect in a run although someone asked for it, and what may have been forgotten. Each is said once, when
-a run starts.
+"""What has no effect in a run although someone asked for it, and what may have been forgotten. Each is reported
+once, when a run starts.
 
 A setting that contradicts others is an error (``checks.py``). A notice is for what is right elsewhere: a recipe for
 GPUs may run on a CPU, and a data file may have columns for other programs.

@@ -99,7 +99,7 @@ class BackendTraits(Traits):
     connects: bool = False
     """It talks to servers: running ones (``rollout.servers``) or its own (``rollout.launch``)."""
     is_foreign: bool = False
-    """Its servers are another program in a Python environment of their own (``rollout.launch.python``)."""
+    """Its servers are another program in a separate Python environment (``rollout.launch.python``)."""
     transfers: tuple[str, ...] = ("shared_memory", "file", "collective", "cuda_ipc")
     """The values of ``rollout.weight_transfer`` that it supports, the preferred one first."""
 
