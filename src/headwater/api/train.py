@@ -179,7 +179,7 @@ class Trainer:
     def train(self, *, resume: str | os.PathLike[str] | None = None, step: int | None = None) -> Result:
         """Train to the last step. ``resume`` continues a run with the settings of this object."""
         if step is not None and resume is None:
-            raise HeadwaterError(f"step = {step}: goes with resume, the directory of a run")
+            raise HeadwaterError(f"step = {step}: requires resume, the directory of a run")
         return self._run(self.config, resume, step)
 
     def evaluate(self) -> Result:

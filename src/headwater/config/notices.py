@@ -141,7 +141,7 @@ def _separate() -> Iterator[Notice]:
         if number.isdecimal() and int(number) > 1 and "WORLD_SIZE" not in os.environ:
             yield Notice(
                 f"{variable} = {number}",
-                f"{program} has started {number} runs that do not know of each other; for one run with {number} ranks, "
+                f"{program} has started {number} independent runs; for one run with {number} ranks, "
                 f"use torchrun --nproc-per-node {number} -m headwater train",
             )
 
