@@ -42,7 +42,6 @@ from headwater.core.records import Trajectory
 from headwater.core.requests import ModelRequest, ModelResponse
 from headwater.engine.engine import Engine
 from headwater.engine.kv_cache import free_bytes
-from headwater.engine.virtual_memory import is_supported, mapped_bytes
 from headwater.learner.actor import Actor
 from headwater.learner.engine import TrainEngine
 from headwater.learner.learner import LocalLearner
@@ -51,6 +50,7 @@ from headwater.learner.packed_module import PolicyModule
 from headwater.models.builtin.tiny import build_tokenizer
 from headwater.models.device import available_ram
 from headwater.models.memory_sizes import ModelSize
+from headwater.models.virtual_memory import is_supported, mapped_bytes
 from headwater.rollout.group import pad_trajectories
 from headwater.trainer.memory_setup import Models, budget_of, plan_memory, planned
 from headwater.trainer.memory_turns import MemoryTurns, releases_cache

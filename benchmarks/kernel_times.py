@@ -42,13 +42,11 @@ from headwater.engine.kernels.linear import invariant_linear, possible_slices, s
 from headwater.engine.kernels.norm import add_rms_norm, rms_norm, sum_add_rms_norm
 from headwater.engine.kernels.rope import rope_and_store
 from headwater.engine.kernels.sampling import sample_tokens
-from headwater.engine.kernels.skinny_pairs import MAX_ROWS
 from headwater.engine.kv_cache import KVCache
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.rows import DecodeRows
 from headwater.engine.runners.cuda import CudaOps
 from headwater.engine.runners.decoder import FusedDecoder
-from headwater.engine.runners.skinny import SkinnyLayers
 
 
 @cache
@@ -58,8 +56,8 @@ def fused_decoder() -> tuple[FusedDecoder, ModelSpec]:
     return FusedDecoder(model, spec, CudaOps()), spec
 
 
-def decoder_pass(rows: int, skinny: bool = False) -> Callable[[], Tensor]:
-    """A pass of the engine's decoder as it is. ``skinny`` selects the layers for few rows."""
+def layer(rows: int) -> Values:
+    """The whole decoder, all layers in one graph."""
     decoder, spec = fused_decoder()
     torch.manual_seed(0)
     pages = Pages([CONTEXT - row % PAGE for row in range(rows)], 1, 1)  # for its table
@@ -69,20 +67,8 @@ def decoder_pass(rows: int, skinny: bool = False) -> Callable[[], Tensor]:
     positions = pages.contexts.long() - 1
     slots = pages.table.long().gather(1, positions[:, None] // PAGE)[:, 0] * PAGE + positions % PAGE
     ids = torch.randint(0, spec.vocab_size, (rows,), device=DEVICE)
-    few_rows = SkinnyLayers(CudaOps(), MAX_ROWS, DEVICE) if skinny else None
-    attention = CudaDecode(kv_cache, pages.table, pages.contexts, few_rows.counters(rows) if few_rows else None)
-
-    def call() -> Tensor:
-        decoder.few_rows = few_rows
-        return decoder(ids, positions, slots, attention, kv_cache)
-
-    return call
-
-
-def layer(rows: int, skinny: bool = False) -> Values:
-    """The whole decoder, all layers in one graph."""
-    call, (_, spec) = decoder_pass(rows, skinny), fused_decoder()
-    us = microseconds(lambda _: call(), 1, calls=1)
+    attention = CudaDecode(kv_cache, pages.table, pages.contexts)
+    us = microseconds(lambda _: decoder(ids, positions, slots, attention, kv_cache), 1, calls=1)
     return {"context": CONTEXT, "us": us / spec.num_layers, f"ms_{spec.num_layers}_layers": us / 1e3}
 
 

@@ -90,7 +90,9 @@ def decode_records() -> dict[tuple[str, str, str], tuple[int, float]]:
 
 
 def decode_rate(name: str, count: int, length: int, prompt: int, backend: str) -> float:
-    costs = roofline_costs(SHAPES[name], H200, Training(), num_learner_gpus=1, context=300, backend=backend).generation
+    is_foreign = backend == "vllm"
+    shape = SHAPES[name]
+    costs = roofline_costs(shape, H200, Training(), num_learner_gpus=1, context=300, is_foreign=is_foreign).generation
     prefill_s = count * prompt * costs.prefill_per_token_s
     return count * length / (prefill_s + length * costs.decode_s(count, count * (prompt + length / 2)))
 
@@ -201,7 +203,7 @@ def of_areal(longest: int, mean: float) -> list[dict[str, Any]]:
     workload = Workload(num_prompts=32, num_samples=16, prompt_tokens=200, lengths=lengths, update_mode="interrupt",
                         timeout_s=1e9, episode_timeout_s=1e9)  # fmt: skip
     costs = roofline_costs(SHAPES["qwen2.5-1.5b"], H200, Training(recomputes=True), num_learner_gpus=1,
-                           context=mean / 2, backend="sglang")  # fmt: skip
+                           context=mean / 2, is_foreign=True)  # fmt: skip
     rates: dict[int, tuple[float, Prediction]] = {}
     for staleness in AREAL:
         at = UNLIMITED if staleness < 0 else staleness

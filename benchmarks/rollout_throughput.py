@@ -20,7 +20,6 @@ that had to wait for room in the KV cache and were computed again; it should be 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -277,13 +276,7 @@ def main() -> None:
     parser.add_argument("--min-p", type=float, help="likewise")
     parser.add_argument("--deterministic", action="store_true", help="the engine's bitwise mode")
     parser.add_argument(
-        "--skinny-rows", type=int, default=0, help="on a GPU, steps with at most this many rows use fused products"
-    )
-    parser.add_argument(
-        "--pair-choices", metavar="FILE", help="on a GPU, use the products that decode_products.py chose in this record"
-    )
-    parser.add_argument(
-        "--scaled-tiles", action="store_true", help="with --deterministic: tiles that depend on the rows"
+        "--fixed-tiles", action="store_true", help="with --deterministic: the tiles of GPUs other than H100 and H200"
     )
     parser.add_argument(
         "--attention-keys", type=int, default=64, choices=(32, 64), help="keys per block of prefill and --deterministic"
@@ -333,9 +326,7 @@ def main() -> None:
         options.out,
         device,
         deterministic=options.deterministic,
-        skinny_rows=options.skinny_rows,
-        pair_choices=options.pair_choices,
-        scaled_tiles=options.scaled_tiles,
+        fixed_tiles=options.fixed_tiles,
         attention_keys=options.attention_keys,
         dependent_attention=options.dependent_attention,
         filters=filters_of(options),
@@ -349,15 +340,11 @@ def _use_kernels(options: argparse.Namespace) -> None:
     # They need Triton.
     from headwater.engine.attention import cuda as cuda_attention
     from headwater.engine.kernels import linear, prefill_attention
-    from headwater.engine.runners import cuda, paired
 
-    cuda.SKINNY_ROWS = options.skinny_rows
-    linear.SCALED_TILES = options.scaled_tiles
+    if options.fixed_tiles:
+        linear.SCALED_TILES_ON = None
     prefill_attention.KEYS_PER_BLOCK = options.attention_keys
     cuda_attention.DEPENDENT_LAUNCH = options.dependent_attention
-    if options.pair_choices:
-        record = json.loads(Path(options.pair_choices).read_text())
-        paired.PAIR_CHOICES = tuple(paired.PairChoice.of(each) for each in record["choices"])
 
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import one_gpu
+import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -82,14 +83,17 @@ def test_two_ranks_send_to_two_engines_and_survive_one_that_dies_or_stops(tmp_pa
     assert again["num_bytes"] < plain["num_bytes"] / 100, "nothing has changed"
 
 
-def test_the_quickstart_learns_on_two_ranks(tmp_path):
-    steps = ("trainer.total_steps=20", "eval.every_steps=20", "model.dtype=bfloat16")
-    done = run("-c", ON_TWO_RANKS, "train", "quickstart", *steps, f"run.root={tmp_path}")
+def test_the_command_takes_the_same_steps_on_two_ranks(tmp_path):
+    settings = [*SMALL, "eval.before=false", "eval.after=false", "model.dtype=float32"]
+    done = run("-c", ON_TWO_RANKS, "train", *settings, f"run.root={tmp_path}")
     status = json.loads((tmp_path / "quickstart" / "status.json").read_text())
     assert status["state"] == "finished", done.stderr[-8000:]
-    first, last = (each["reward/mean"] for each in metrics(tmp_path / "quickstart", "eval"))
-    assert first < 0.3
-    assert last > 0.5
+    train_here(*settings, f"run.root={tmp_path / 'alone'}")
+    together, alone = (metrics(each / "quickstart", "train") for each in (tmp_path, tmp_path / "alone"))
+    assert [each["step"] for each in together] == [1, 2]
+    assert together[0]["reward/mean"] == alone[0]["reward/mean"]
+    for key in ("actor/loss", "actor/grad_norm", "actor/entropy"):
+        assert together[0][key] == pytest.approx(alone[0][key], rel=1e-3, abs=1e-5), key
 
 
 def test_a_rank_that_dies_ends_the_run_with_its_cause(tmp_path):

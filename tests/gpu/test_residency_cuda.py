@@ -15,13 +15,13 @@ from tiny import tokenizer
 from headwater.config.schema import EngineConfig, LearnerConfig
 from headwater.core.errors import WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
-from headwater.engine import virtual_memory
 from headwater.engine.engine import Engine
-from headwater.engine.virtual_memory import AddressRange, is_supported, mapped_bytes
 from headwater.learner import streamed_averages
 from headwater.learner.optimizer import Optimizer, Residency
+from headwater.models import virtual_memory
 from headwater.models.load import load_model
 from headwater.models.pinned import PinnedMemory
+from headwater.models.virtual_memory import AddressRange, is_supported, mapped_bytes
 
 CUDA = torch.device("cuda", 0)
 CHUNK = 64 * 2**20

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from headwater.core.registry import known_names
+
 pytestmark = pytest.mark.xdist_group("structure")  # one process parses all files once
 
 SOURCE = Path(__file__).parents[2] / "src" / "headwater"
@@ -23,6 +25,7 @@ ORDER = [
 ]  # fmt: skip
 FORBIDDEN = {
     "learner": {"engine"},
+    "trainer": {"engine", "serving"},
     "dashboard": set(ORDER) - {"core", "config", "observe", "dashboard"},
 }
 ONLY_IN = {"ray": "cluster/ray", "vllm": "backends/vllm", "sglang": "backends/sglang"}
@@ -120,6 +123,30 @@ def test_the_trainer_reaches_the_learner_only_through_its_interface():
         name for name, modules in found.items() if any(each.startswith("headwater.learner") for each in modules)
     }
     assert reaching == {"learner_setup.py"}, "only what builds the learner imports its package"
+
+
+def test_the_trainer_reaches_the_engine_only_through_its_interface():
+    """``FORBIDDEN`` keeps it from importing ``engine``."""
+    for path in (SOURCE / "trainer").glob("*.py"):
+        modules = imported_modules(path)
+        if path.name != "rollout_setup.py":  # it makes the engine
+            wrong = {each for each in modules if each.startswith("headwater.backends")}
+            assert not wrong, f"{path}: only what makes the engine imports {wrong}"
+        assert "type: ignore[attr-defined]" not in path.read_text(), f"{path}: calls what is in no protocol"
+
+
+def test_only_a_backend_itself_knows_its_name():
+    """Others read its ``BackendTraits`` or the engine's ``Capabilities``."""
+    names = set(known_names("headwater.backends"))
+    assert {"embedded", "vllm"} <= names
+    for path in files():
+        folder = path.relative_to(SOURCE).parts[0]
+        for node in ast.walk(tree(path)) if folder != "backends" else ():
+            if isinstance(node, ast.Compare):
+                compared = {getattr(each, "attr", getattr(each, "id", "")) for each in ast.walk(node)}
+                texts = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
+                wrong = names & texts if "backend" in compared else set()
+                assert not wrong, f"{path}:{node.lineno}: add a trait instead of a comparison with {wrong}"
 
 
 def test_no_module_imports_itself_through_others():

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 from headwater.backends import BACKENDS, BackendContext, check_lengths, engine_settings
+from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities
 from headwater.engine.engine import FEATURES, Engine
 from headwater.models.load import load_model, load_processor
 
 
-@BACKENDS.register
+@BACKENDS.register(BackendTraits(takes_adapters=True, is_planned=True))
 class EmbeddedEngine(Engine):
     """The embedded engine as a backend: a separate model on the learner's device."""
 

@@ -169,7 +169,6 @@ def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths
             GPUS[args.gpu],
             Training.of(config),
             context=(config.data.max_prompt_tokens + mean) / 2,
-            backend=config.rollout.backend,
             max_sequences=config.engine.max_sequences,
             traits=backend_traits(config),
             weight_transfer=config.rollout.weight_transfer,

@@ -26,7 +26,6 @@ HELP = (
     "Servers can be added, drained and removed while it runs. docs/router.md shows how."
 )
 
-BACKENDS = ("native", "vllm", "sglang")
 _ANSWER_S = 10.0
 """How long a server may not answer before the router connects to it anew."""
 _RETRY_S = 5.0
@@ -37,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("urls", nargs="+", metavar="URL", help="address of a server, for example http://127.0.0.1:8001")
     parser.add_argument(
         "--backend",
-        choices=BACKENDS,
+        metavar="NAME",
         default="native",
-        help="what the servers are: native (headwater serve), vllm or sglang; default native",
+        help="what the servers are: native (headwater serve), vllm, sglang, or a backend of your own that talks to "
+        "servers; default native",
     )
     parser.add_argument(
         "--model",
@@ -61,8 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from headwater.backends import SERVER_KEY
+    from headwater.backends import BACKENDS, SERVER_KEY
 
+    if not hasattr(BACKENDS.resolve(args.backend), "connect"):
+        raise HeadwaterError(
+            f"--backend = {args.backend}: does not talk to servers, because it has no method connect(url, context); "
+            "use native, vllm or sglang"
+        )
     urls = [each.rstrip("/") for each in args.urls]
     for url in urls:
         if not url.startswith(("http://", "https://")):
@@ -73,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, option) is not None and getattr(args, option) < 1:
             raise HeadwaterError(f"--{option.replace('_', '-')} = {getattr(args, option)}: must be >= 1")
     key = os.environ.get(SERVER_KEY, "")
-    model = args.model or find_model(urls, args.backend, key)
+    model = args.model or find_model(urls, key)
     options = read_options(args, served_name=args.served_name or model, model=model)
     with listening(args, options) as taken:
         from headwater.backends.router.routes import make_routes
@@ -101,29 +106,29 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def find_model(urls: Sequence[str], backend: str, key: str) -> str:
+def find_model(urls: Sequence[str], key: str) -> str:
     """The model that the first server that answers says it serves."""
     reasons = []
     for url in urls:
         try:
-            if backend == "vllm":
-                served = _ask(url + "/v1/models", key)["data"][0]
-                return str(served.get("root") or served["id"])
-            told = _ask_model_info(url, key)
-            # SGLang's model_path becomes the folder of the weights that it was given last.
-            return str(told.get("tokenizer_path") or told["model_path"])
+            return _ask_model(url, key)
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             reasons.append(f"{url}: {error}")
     raise HeadwaterError(f"no server answers ({'; '.join(reasons)}); start one, or correct URL and --backend")
 
 
-def _ask_model_info(url: str, key: str) -> Any:
-    try:
-        return _ask(url + "/model_info", key)
-    except urllib.error.HTTPError as error:
-        if error.code != 404:
-            raise
-        return _ask(url + "/get_model_info", key)  # its name before SGLang 0.5.6
+def _ask_model(url: str, key: str) -> str:
+    for call in ("/model_info", "/get_model_info"):  # the second is its name before SGLang 0.5.6
+        try:
+            told = _ask(url + call, key)
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+        else:
+            # SGLang's model_path becomes the folder of the weights that it was given last.
+            return str(told.get("tokenizer_path") or told["model_path"])
+    served = _ask(url + "/v1/models", key)["data"][0]  # vLLM, and most other servers
+    return str(served.get("root") or served["id"])
 
 
 def _ask(url: str, key: str) -> Any:
@@ -134,8 +139,7 @@ def _ask(url: str, key: str) -> Any:
 
 def connector(backend: str, model: str, tokenizer: Tokenizer) -> Callable[[str], RoutedServer]:
     """Make a function that connects to a server, whose weights this process leaves as they are."""
-    from headwater.backends import BACKENDS as KNOWN
-    from headwater.backends import BackendContext
+    from headwater.backends import BACKENDS, BackendContext
     from headwater.backends.router.engine import RoutedServer
     from headwater.config.schema import Config
     from headwater.observe.spans import Spans
@@ -148,7 +152,7 @@ def connector(backend: str, model: str, tokenizer: Tokenizer) -> Callable[[str],
         data=replace(defaults.data, max_prompt_tokens=1),
     )
     context = BackendContext(config, model, tokenizer, Spans(), owns_weights=False, is_one_of_many=True)
-    kind: Any = KNOWN.resolve(backend)
+    kind: Any = BACKENDS.resolve(backend)
 
     def connect(url: str) -> RoutedServer:
         def again() -> InferenceEngine:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from headwater.config.keys import settings, value_at
 from headwater.config.schema import Config
+from headwater.config.server_checks import backend_traits
 from headwater.config.tree import show
 
 GPU_ONLY = (
@@ -75,8 +76,7 @@ def eval_notices(overrides: Collection[str]) -> Iterator[Notice]:
 
 
 def _gpu_only(config: Config, given: Collection[str], automatic: str | None) -> Iterator[Notice]:
-    # vLLM on a CPU takes a fixed size if none is given.
-    also = ("engine.memory_fraction",) if config.rollout.backend == "vllm" else ()
+    also = [f"engine.{name}" for name in backend_traits(config).gpu_settings]
     for key in (*GPU_ONLY, *also):
         value = value_at(config, key)
         if value == settings(Config)[key].default() and key not in given:

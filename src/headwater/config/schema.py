@@ -168,6 +168,15 @@ class EngineConfig:
             return self.update_mode
         return "interrupt" if self.deterministic else "in_flight"
 
+    def chosen_sequences(self, *, on_gpu: bool) -> int:
+        return self.max_sequences or (1024 if on_gpu else 256)
+
+    def chosen_prefill_tokens(self, *, on_gpu: bool) -> int:
+        return self.max_prefill_tokens or (16384 if on_gpu else 1024)
+
+    def chosen_memory_fraction(self, *, has_gpu_alone: bool) -> float:
+        return self.memory_fraction or (0.85 if has_gpu_alone else 0.4)
+
 
 OldLogprobs = Literal["rollout", "recompute", "loglinear", "metrics"]
 StatisticsLevel = Literal["none", "batch", "group"]

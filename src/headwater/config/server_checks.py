@@ -88,11 +88,11 @@ def servers_have_a_backend(config: Config, layers: Layers) -> Iterator[Clash]:
             f"rollout.backend = {rollout.backend} does not talk to servers; use rollout.backend=native for `headwater "
             "serve`, or vllm or sglang",
         )
-    if rollout.backend == "native" and not rollout.is_separate:
+    if traits.needs_servers and not rollout.is_separate:
         yield Clash(
             ("rollout.backend", "rollout.placement", "rollout.servers"),
-            "native talks to servers; name running ones in rollout.servers, or use rollout.placement=disaggregated to "
-            "start some",
+            f"{rollout.backend} talks to servers; name running ones in rollout.servers, or use "
+            "rollout.placement=disaggregated to start some",
         )
     urls = [url.rstrip("/") for url in rollout.servers]
     for url in sorted({url for url in urls if urls.count(url) > 1}):
@@ -220,7 +220,7 @@ def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]
     remedy = "or set it back to 'full'"
     if not lora.rank:
         yield Clash(("rollout.publish", "lora.rank"), f"the run trains no adapters; use lora.rank=16, {remedy}")
-    if rollout.backend not in ("embedded", "native"):
+    if not backend_traits(config).takes_adapters:
         yield Clash(
             ("rollout.publish", "rollout.backend"),
             f"only Headwater's engine takes adapters alone; use rollout.backend=embedded, {remedy}",
@@ -377,7 +377,7 @@ def residency_can_be_followed(config: Config, layers: Layers) -> Iterator[Clash]
             f"{named[0]} can only leave the GPU if generation and training take turns, but with rollout.max_staleness "
             f"= {config.rollout.max_staleness} both run at the same time; {remedy}, or rollout.max_staleness=0",
         )
-    if config.rollout.is_separate or config.rollout.backend != "embedded":
+    if config.rollout.is_separate or not backend_traits(config).is_planned:
         yield Clash(
             (key, "rollout.backend", "rollout.placement"),
             f"{named[0]} leaves the GPU only beside the embedded engine in the same process; {remedy}, or "

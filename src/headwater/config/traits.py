@@ -96,10 +96,18 @@ class BackendTraits(Traits):
 
     engine_settings: tuple[str, ...] = ()
     """The settings of the section ``engine`` that it reads; empty means all of them."""
+    gpu_settings: tuple[str, ...] = ()
+    """Those of them that have no effect on a CPU with this backend."""
     connects: bool = False
     """It talks to servers: running ones (``rollout.servers``) or its own (``rollout.launch``)."""
+    needs_servers: bool = False
+    """It cannot be used with ``rollout.placement=colocated``."""
     is_foreign: bool = False
     """Its servers are another program in a separate Python environment (``rollout.launch.python``)."""
+    takes_adapters: bool = False
+    """It takes LoRA adapters without the base weights (``rollout.publish=adapter``)."""
+    is_planned: bool = False
+    """The memory plan (``learner.residency``) knows its memory: it is Headwater's engine, in the learner's process."""
     transfers: tuple[str, ...] = ("shared_memory", "file", "collective", "cuda_ipc")
     """The values of ``rollout.weight_transfer`` that it supports, the preferred one first."""
 

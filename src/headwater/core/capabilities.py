@@ -50,7 +50,7 @@ class Capabilities:
     memory_tags: tuple[MemoryTag, ...] = ALL_TAGS
     """What ``sleep`` can release."""
     discards_weights: bool = False
-    """The engine has ``discard_weights``: it releases its weights without a copy until the next update."""
+    """The engine is a ``DiscardingEngine``."""
     update_modes: tuple[UpdateMode, ...] = ALL_UPDATE_MODES
     """The modes that ``update_weights`` supports."""
     dtype: str = "float32"

@@ -248,6 +248,17 @@ class JointEngine(Protocol):
         ...
 
 
+class DiscardingEngine(Protocol):
+    """An engine whose weights can be released without a copy (``Capabilities.discards_weights``)."""
+
+    def discard_weights(self) -> None:
+        """Release the memory of the weights until ``update_weights`` brings all of them.
+
+        Nothing is generated meanwhile (``EngineStatus.needs_weights``). Requests keep their tokens.
+        """
+        ...
+
+
 class RoundSink(Protocol):
     """Takes what an engine generates for many requests. Called on one event loop.
 

@@ -29,7 +29,7 @@ from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
 from headwater.engine.loop import EngineLoop
-from headwater.engine.media import CACHE_BYTES, GPU_MEDIA_BYTES, MediaEncoder
+from headwater.engine.media import MediaEncoder
 from headwater.engine.media_reader import MediaReader
 from headwater.engine.memory import DeviceMemory, ModelWeights, check_tags
 from headwater.engine.model_spec import ModelSpec
@@ -39,9 +39,10 @@ from headwater.engine.runners import make_runner
 from headwater.engine.scheduler import Scheduler
 from headwater.engine.sequence import EngineSequence
 from headwater.engine.tower import PackedTower, make_tower, num_copied_bytes
-from headwater.engine.virtual_memory import is_supported
 from headwater.models.checksum import dtype_name, dtype_of_checksum
 from headwater.models.load import end_token_ids, load_model, load_processor, load_tokenizer
+from headwater.models.memory_sizes import CACHE_BYTES, GPU_TOWER_BYTES
+from headwater.models.virtual_memory import is_supported
 from headwater.models.vision import VisionProcessor
 from headwater.observe.spans import Spans
 from headwater.weights.file import file_update
@@ -49,8 +50,6 @@ from headwater.weights.memory import Receiver
 
 FEATURES: tuple[SamplingFeature, ...] = ("logit_bias", "penalties", "grammar", "top_logprobs", "prompt_logprobs")
 
-CPU_SEQUENCES, GPU_SEQUENCES = 256, 1024
-CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 1024, 16384
 _MAX_GPU_PREFILL_TOKENS = 65535
 STREAM_PRIORITY = -1
 """Higher than that of a learner on the same device: a decode step consists of hundreds of small kernels, each of which
@@ -116,9 +115,9 @@ class Engine:
             raise ConfigError(
                 [f"engine.max_prefill_tokens = {config.max_prefill_tokens}: at most {_MAX_GPU_PREFILL_TOKENS}"]
             )
-        max_sequences = config.max_sequences or (GPU_SEQUENCES if on_gpu else CPU_SEQUENCES)
+        max_sequences = config.chosen_sequences(on_gpu=on_gpu)
         page_tokens = page_tokens_for(config, spec.device)
-        max_prefill_tokens = config.max_prefill_tokens or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
+        max_prefill_tokens = config.chosen_prefill_tokens(on_gpu=on_gpu)
         num_pages = num_pages_for(
             spec,
             config,
@@ -126,7 +125,9 @@ class Engine:
             max_prefill_tokens=max_prefill_tokens,
             page_tokens=page_tokens,
             is_shared=shares_device,
-            num_media_bytes=GPU_MEDIA_BYTES + num_copied_bytes(model) if processor is not None and on_gpu else 0,
+            num_media_bytes=CACHE_BYTES + GPU_TOWER_BYTES + num_copied_bytes(model)
+            if processor is not None and on_gpu
+            else 0,
         )
         scheduler = Scheduler(
             max_sequences=max_sequences,
@@ -411,10 +412,7 @@ class Engine:
         self._call(lambda: self._memory.wake(tags), "waking up")
 
     def discard_weights(self) -> None:
-        """Release the memory of the weights without a copy, until ``update_weights`` brings all of them.
-
-        Only with ``Capabilities.discards_weights``. Nothing is generated meanwhile. Requests keep their tokens.
-        """
+        """``DiscardingEngine``. Refused without ``Capabilities.discards_weights``."""
         self._call(self._memory.discard_weights, "discarding the weights")
 
     @property

@@ -13,13 +13,11 @@ from headwater.config.schema import EngineConfig
 from headwater.core.errors import ConfigError
 from headwater.engine.model_spec import ModelSpec
 from headwater.engine.rows import upload
-from headwater.engine.virtual_memory import AddressRange
 from headwater.models.device import available_ram as available_ram
 from headwater.models.device import free_bytes as free_bytes
+from headwater.models.virtual_memory import AddressRange
 
 _GIB = 2**30
-SERVER_FRACTION = 0.85
-SHARED_FRACTION = 0.4
 _GPU_PAGE_TOKENS = 64
 _CPU_PAGE_TOKENS = 16
 CPU_COPY_BYTES = 64 * 2**20
@@ -200,8 +198,7 @@ def num_pages_for(
         num_bytes = int(config.kv_cache_gib * _GIB)
         setting = f"engine.kv_cache_gib = {config.kv_cache_gib:g}"
     else:
-        on_cpu = spec.device.type == "cpu"
-        fraction = config.memory_fraction or (SHARED_FRACTION if is_shared or on_cpu else SERVER_FRACTION)
+        fraction = config.chosen_memory_fraction(has_gpu_alone=spec.device.type == "cuda" and not is_shared)
         num_free = free_bytes(spec.device)
         num_free -= _workspace_bytes(spec, max_sequences, max_prefill_tokens) + _copy_bytes(spec, num_free)
         num_free -= _page_copy_bytes(page_bytes, max_sequences) + num_media_bytes

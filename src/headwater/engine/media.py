@@ -19,19 +19,13 @@ from headwater.core.media import MediaContent, PlacedMedia
 from headwater.engine.batch_media import BatchMedia
 from headwater.engine.media_reader import Inputs, MediaFailed, MediaReader
 from headwater.engine.rows import upload
+from headwater.models.memory_sizes import GPU_TOWER_NUMBERS
 from headwater.models.vision import MediaFeatures
 
-CACHE_BYTES = 512 * 2**20
-"""Size limit of the cache. The features of one batch are kept in any case."""
-_CPU_TOWER_NUMBERS, _GPU_TOWER_NUMBERS = 8 * 2**20, 80 * 2**20
-"""Maximum size of the pictures, as tensors, that the tower computes together, unless one picture is larger. On a GPU
-these are the pictures of one batch of prompts: 34 of 512 tokens."""
+_CPU_TOWER_NUMBERS = 8 * 2**20
+"""Maximum size of the pictures, as tensors, that the tower computes together on a CPU, unless one picture is larger."""
 _AHEAD_TOKENS = 4096
 """How many tokens pictures must have to be computed before their requests have entered: eight pictures of 512."""
-GPU_TOWER_BYTES = 36 * _GPU_TOWER_NUMBERS
-"""Device memory to leave for the pass of a tower over one batch. In half precision, a layer of Qwen2.5-VL's tower needs
-about 30 bytes for every number of the pictures."""
-GPU_MEDIA_BYTES = CACHE_BYTES + GPU_TOWER_BYTES
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class MediaEncoder:
         self._dtype: torch.dtype = model.dtype
         self._hidden_size: int = model.config.get_text_config().hidden_size
         self._one_by_one = deterministic
-        self._max_numbers = _GPU_TOWER_NUMBERS if self._device.type == "cuda" else _CPU_TOWER_NUMBERS
+        self._max_numbers = GPU_TOWER_NUMBERS if self._device.type == "cuda" else _CPU_TOWER_NUMBERS
         self._refused: set[str] = set()
         """What could not be prepared the last time: it is not tried again until it is needed."""
         self.cache: ByteCache[str, MediaFeatures] = ByteCache(max_bytes, feature_bytes)

@@ -14,9 +14,9 @@ from headwater.core.errors import BaseMissing, ConfigError, MemoryRefused, Weigh
 from headwater.core.protocols import WeightUpdate
 from headwater.engine.kv_cache import KVCache, free_bytes
 from headwater.engine.loop import EngineLoop
-from headwater.engine.virtual_memory import AddressRange
 from headwater.models.checksum import checksum
 from headwater.models.pinned import PinnedMemory
+from headwater.models.virtual_memory import AddressRange
 from headwater.weights.memory import Receiver
 
 _GIB = 2**30

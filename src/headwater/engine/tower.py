@@ -184,7 +184,7 @@ class PackedTower:
             attended = self._attended(block.attn, hidden, tables, attention)
             hidden = self._add_and_norm(attended, _projection(block.attn.proj), residual, block.norm2)
             if gated is not None:
-                hidden = ops.silu_and_mul(ops.linear(hidden, gated.gate_up.weight, gated.gate_up.bias))
+                hidden = ops.gated_linear(hidden, gated.gate_up.weight, gated.gate_up.bias)
                 down = gated.down
             else:
                 hidden = block.mlp.act_fn(block.mlp.linear_fc1(hidden))

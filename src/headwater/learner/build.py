@@ -99,8 +99,10 @@ def build_learner(spec: LearnerSpec) -> LocalLearner:
 
 
 def _repeatable(config: Config) -> Config:
-    """With ``run.deterministic``, gradients are summed in one order. Whether there is room for joined projections and CUDA
-    graphs when the model is loaded would decide how they are rounded, so both are off."""
+    """With ``run.deterministic``, gradients are summed in one order, without joined projections and CUDA graphs.
+
+    Whether there is room for those when the model is loaded would decide how gradients are rounded.
+    """
     if not config.run.deterministic:
         return config
     if resolve_device(config.model.device).type == "cuda":

@@ -44,6 +44,14 @@ BUCKET_BYTES = 1 << 29
 
 GRAPHS_SHARE = 0.1
 """Of the device's memory, what the recorded passes of the learner may need at most (``learner.cuda_graphs``)."""
+CACHE_BYTES = 512 * 2**20
+"""Size limit of the engine's cache of features. The features of one batch are kept in any case."""
+GPU_TOWER_NUMBERS = 80 * 2**20
+"""Maximum size of the pictures, as tensors, that the engine's tower computes together on a GPU, unless one picture is
+larger. These are the pictures of one batch of prompts: 34 of 512 tokens."""
+GPU_TOWER_BYTES = 36 * GPU_TOWER_NUMBERS
+"""Device memory that the engine leaves for the pass of a tower over one batch. In half precision, a layer of
+Qwen2.5-VL's tower needs about 30 bytes for every number of the pictures."""
 _COLOURS = 3
 
 
@@ -267,15 +275,10 @@ class RunSizes:
         others: dict[str, ModelSize],
         num_rows: int,
         prefill: int,
-        *,
-        features: int = 0,
-        tower: int = 0,
     ) -> RunSizes:
         """``others`` are the critic, the reference and the reward model, by their section of the config.
 
         ``num_rows`` and ``prefill`` are those of the engine: sequences at once, and tokens of a prefill pass.
-        ``features`` and ``tower`` are what it takes if the model is a vision model: bytes of its cache of features, and
-        of a pass of its tower.
         """
         item = resolve_dtype(config.model.dtype, config.model.device).itemsize
         learner, lora = config.learner, config.lora
@@ -340,8 +343,8 @@ class RunSizes:
             graphs=policy.decode_bytes(num_rows),
             kv_token=policy.kv_values_per_token * item,
             copies=trained_together * item if learner.convert_at_once and item != TRAINED_BYTES else 0,
-            pictures=0 if policy.tower is None else features + policy.tower.copied_bytes(item),
-            tower=0 if policy.tower is None else tower,
+            pictures=0 if policy.tower is None else CACHE_BYTES + policy.tower.copied_bytes(item),
+            tower=0 if policy.tower is None else GPU_TOWER_BYTES,
         )
 
     @property

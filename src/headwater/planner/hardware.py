@@ -284,17 +284,17 @@ def roofline_costs(
     num_learner_gpus: int,
     num_server_gpus: int = 1,
     context: float,
-    backend: str = "embedded",
+    is_foreign: bool = False,
     max_sequences: int = 0,
     weight_transfer: str = "shared_memory",
 ) -> Costs:
     """``num_server_gpus`` are those of one server. ``context`` is the mean number of tokens that a token attends to.
 
+    ``is_foreign`` is that of ``BackendTraits``: such servers are taken to be as fast as vLLM.
     ``weight_transfer`` is one of ``TRANSFERS``, or empty for an engine in the learner's process.
     """
     server = num_server_gpus * (1.0 if num_server_gpus == 1 else TENSOR_EFFICIENCY)
     learner = num_learner_gpus * (1.0 if num_learner_gpus == 1 else RANKS_EFFICIENCY)
-    is_vllm = backend in ("vllm", "sglang")
     weights = 2.0 * shape.num_parameters
     flops_s = 1 / (gpu.flops * learner)
     transfer = TRANSFERS[weight_transfer] if weight_transfer else None
@@ -302,10 +302,10 @@ def roofline_costs(
     free = _CACHE_SHARE * (gpu.memory_bytes * num_server_gpus - weights)
     return Costs(
         generation=GenerationCosts(
-            step_s=_LAYER_S * shape.num_layers + (_VLLM_STEP_S if is_vllm else 0.0),
+            step_s=_LAYER_S * shape.num_layers + (_VLLM_STEP_S if is_foreign else 0.0),
             weights_s=weights / gpu.bandwidth / server,
             products_per_sequence_s=2.0 * shape.product_parameters / gpu.flops / server,
-            step_per_sequence_s=_VLLM_SEQUENCE_S if is_vllm else _SEQUENCE_S,
+            step_per_sequence_s=_VLLM_SEQUENCE_S if is_foreign else _SEQUENCE_S,
             step_per_context_token_s=shape.kv_bytes_per_token / gpu.bandwidth / server,
             prefill_per_token_s=2.0 * shape.product_parameters / (gpu.flops * PREFILL_EFFICIENCY) / server,
             max_sequences=max_sequences or 1024,
@@ -320,12 +320,12 @@ def roofline_costs(
             step_per_token_s=_STEP_TOKEN_S,
         ),
         source=f"{shape.name} on {gpu.name}: rates of the GPU and what Headwater reached of them on an H200",
-        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_vllm, transfer),
+        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_foreign, transfer),
     )
 
 
 def _notes(
-    gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_vllm: bool, transfer: Transfer | None
+    gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_foreign: bool, transfer: Transfer | None
 ) -> tuple[str, ...]:
     notes = []
     if not gpu.is_measured:
@@ -337,7 +337,7 @@ def _notes(
             f"servers with {num_server_gpus} GPUs (tensor parallel) are assumed to reach {TENSOR_EFFICIENCY:.0%} of "
             "their number; not measured"
         )
-    if is_vllm:
+    if is_foreign:
         notes.append("vLLM and SGLang: as vLLM 0.23 on a host whose processor was its limit")
     if transfer is None:
         notes.append(

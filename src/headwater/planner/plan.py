@@ -85,10 +85,9 @@ class Roofline:
     training: Training
     context: float
     """The mean number of tokens that a token attends to."""
-    backend: str = "embedded"
     max_sequences: int = 0
     traits: BackendTraits = field(default_factory=BackendTraits)
-    """Of ``backend``."""
+    """Of the backend."""
     weight_transfer: str = "auto"
     """As ``rollout.weight_transfer``; ``auto`` chooses as a run does."""
 
@@ -114,7 +113,7 @@ class Roofline:
             num_learner_gpus=split.num_learner_gpus,
             num_server_gpus=split.num_server_gpus,
             context=self.context,
-            backend=self.backend,
+            is_foreign=self.traits.is_foreign,
             max_sequences=self.max_sequences,
             weight_transfer=self.transfer(split),
         )

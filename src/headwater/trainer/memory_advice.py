@@ -20,8 +20,6 @@ from headwater.core.disk import show_bytes
 from headwater.core.errors import DeviceMemoryFull
 from headwater.core.learner import LearnerStatus
 from headwater.core.memory_plan import GIB, KV_CACHE, RELEASED, RESIDENT, MemoryPlan, Way
-from headwater.engine.engine import CPU_PREFILL_TOKENS, CPU_SEQUENCES, GPU_PREFILL_TOKENS, GPU_SEQUENCES
-from headwater.engine.kv_cache import SERVER_FRACTION, SHARED_FRACTION
 from headwater.models.device import resolve_device, resolve_dtype
 from headwater.models.memory_sizes import LOGITS_CHUNK_BYTES, RunSizes, prompt_tokens_of_step
 from headwater.trainer.memory_setup import Models, holders_of, planned
@@ -287,7 +285,7 @@ def _smaller_cache(config: Config) -> str:
     if engine.kv_cache_gib:
         return f"engine.kv_cache_gib={engine.kv_cache_gib / 2:.3g} (now {engine.kv_cache_gib:.3g})"
     is_alone = config.rollout.is_separate and _uses_gpu(config, config.rollout.device)
-    fraction = engine.memory_fraction or (SERVER_FRACTION if is_alone else SHARED_FRACTION)
+    fraction = engine.chosen_memory_fraction(has_gpu_alone=is_alone)
     return f"engine.memory_fraction={fraction / 2:g} (now {fraction:g}, a share of the free memory)"
 
 
@@ -428,13 +426,13 @@ def _of_generation(config: Config, known: Known | None) -> Iterator[str]:
     on_gpu = _uses_gpu(config, config.rollout.device if config.rollout.is_separate else "auto")
     half = f", which frees {_half_cache(known)}" if known is not None and known.cache_bytes else ""
     yield f"{_smaller_cache(config)}: halves the KV cache{half}"
-    sequences = engine.max_sequences or (GPU_SEQUENCES if on_gpu else CPU_SEQUENCES)
+    sequences = engine.chosen_sequences(on_gpu=on_gpu)
     fewer = replace(config, engine=replace(engine, max_sequences=max(1, sequences // 2)))
     about = _about(known, config, fewer, lambda sizes: sizes.graphs + sizes.prefill)
     if about or known is None:  # fewer sequences than that may be in flight
         half = f"engine.max_sequences={max(1, sequences // 2)} (now {sequences})"
         yield f"{half}: halves the memory of a decode step{about}"
-    prefill = engine.max_prefill_tokens or (GPU_PREFILL_TOKENS if on_gpu else CPU_PREFILL_TOKENS)
+    prefill = engine.chosen_prefill_tokens(on_gpu=on_gpu)
     now = replace(config, engine=replace(engine, max_prefill_tokens=prefill))
     fewer = replace(config, engine=replace(engine, max_prefill_tokens=max(1, prefill // 2)))
     about = _about(known, now, fewer, lambda sizes: sizes.prefill)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from headwater.config.schema import Config
+from headwater.config.server_checks import backend_traits
 from headwater.core.disk import show_bytes
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.memory_plan import (
@@ -28,12 +29,9 @@ from headwater.core.memory_plan import (
     Way,
     make_plan,
 )
-from headwater.engine.engine import GPU_PREFILL_TOKENS, GPU_SEQUENCES
-from headwater.engine.kv_cache import SHARED_FRACTION, free_bytes
-from headwater.engine.media import CACHE_BYTES, GPU_TOWER_BYTES
-from headwater.engine.virtual_memory import is_supported
-from headwater.models.device import available_ram, resolve_device
+from headwater.models.device import available_ram, free_bytes, resolve_device
 from headwater.models.memory_sizes import GRAPHS_SHARE, ModelSize, RunSizes
+from headwater.models.virtual_memory import is_supported
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +64,8 @@ class Models:
         return cls(policy, others)
 
     def sizes(self, config: Config) -> RunSizes:
-        prefill = config.engine.max_prefill_tokens or GPU_PREFILL_TOKENS
-        return RunSizes.of(
-            config,
-            self.policy,
-            self.others,
-            num_in_flight(config),
-            prefill,
-            features=CACHE_BYTES,
-            tower=GPU_TOWER_BYTES,
-        )
+        prefill = config.engine.chosen_prefill_tokens(on_gpu=True)
+        return RunSizes.of(config, self.policy, self.others, num_in_flight(config), prefill)
 
 
 def shares_gpu(config: Config, num_ranks: int = 1) -> bool:
@@ -84,7 +74,7 @@ def shares_gpu(config: Config, num_ranks: int = 1) -> bool:
         config.cluster.kind == "local"
         and num_ranks == 1
         and not config.rollout.is_separate
-        and config.rollout.backend == "embedded"
+        and backend_traits(config).is_planned
         and not config.eval.only
         and resolve_device(config.model.device).type == "cuda"
     )
@@ -158,14 +148,14 @@ def _least_unplanned(config: Config, models: Models, sizes: RunSizes, budget: Bu
     """Bytes that the KV cache has at the least if there is no plan (``engine/kv_cache.py`` chooses)."""
     engine, policy = config.engine, models.policy
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = engine.chosen_sequences(on_gpu=True)
     if engine.kv_cache_gib:
-        rows = engine.max_sequences or GPU_SEQUENCES
         return min(int(engine.kv_cache_gib * GIB), rows * longest * sizes.kv_token)
-    rows, prefill = engine.max_sequences or GPU_SEQUENCES, engine.max_prefill_tokens or GPU_PREFILL_TOKENS
+    prefill = engine.chosen_prefill_tokens(on_gpu=True)
     item = sizes.weights // policy.num_parameters
     left = budget.device - sizes.weights - policy.prefill_bytes(prefill, rows, item) - GIB
     left -= sizes.pictures + sizes.tower
-    share = (engine.memory_fraction or SHARED_FRACTION) * max(0, left)
+    share = engine.chosen_memory_fraction(has_gpu_alone=False) * max(0, left)
     return min(int(share), rows * longest * sizes.kv_token)
 
 
@@ -307,7 +297,7 @@ def num_in_flight(config: Config) -> int:
     groups = config.rollout.max_concurrent_groups or config.trainer.num_prompts_per_step * (
         1 + config.rollout.max_staleness
     )
-    return min(config.engine.max_sequences or GPU_SEQUENCES, groups * config.rollout.num_samples_per_prompt)
+    return min(config.engine.chosen_sequences(on_gpu=True), groups * config.rollout.num_samples_per_prompt)
 
 
 def cache_of(config: Config, sizes: RunSizes, budget: Budget) -> Cache:
@@ -319,11 +309,11 @@ def cache_of(config: Config, sizes: RunSizes, budget: Budget) -> Cache:
         return Cache(given, given, given, ways)
     engine = sizes.weights + sizes.prefill + sizes.graphs + sizes.pictures + sizes.tower
     left = max(0, budget.device - engine)
+    share = int(settings.chosen_memory_fraction(has_gpu_alone=False) * left)  # what the engine takes without a plan
     if settings.memory_fraction:
-        given = int(settings.memory_fraction * left)
-        return Cache(given, given, given, ways)
+        return Cache(share, share, share, ways)
     one = sizes.kv_token * _PAGE_TOKENS * (_pages(config) + 2)
-    usual = max(one, int(SHARED_FRACTION * left))  # the share that the engine takes without a plan
+    usual = max(one, share)
     return Cache(min(max(one, _needed(config, sizes)), usual), one, usual, ways)
 
 

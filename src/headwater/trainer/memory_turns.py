@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 import torch
 
 from headwater.config.schema import Config
 from headwater.core.capabilities import MemoryTag
+from headwater.core.errors import ConfigError
 from headwater.core.learner import Learner
 from headwater.core.memory_plan import MOVED, RELEASED, MemoryPlan
-from headwater.core.protocols import InferenceEngine
+from headwater.core.protocols import DiscardingEngine, InferenceEngine
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
 _GIB = 2**30
@@ -58,7 +60,8 @@ class MemoryTurns:
         is_told = config.learner.offload_during_rollout
         self._moves_learner = is_told or ways.get("parameters") == MOVED
         self._releases_cache = releases_cache(config, plan)
-        self._discards_weights = ways.get("weights") == RELEASED
+        self._discarding = _discarding(engine) if ways.get("weights") == RELEASED else None
+        """The engine, if its weights are released while the learner trains."""
         self._report: dict[str, float] = {}
 
     @contextmanager
@@ -89,11 +92,11 @@ class MemoryTurns:
 
     def train(self) -> None:
         """The learner begins a step. The engine's weights are not needed until new ones are published."""
-        if self._discards_weights and not self._engine.status().needs_weights:
+        if self._discarding is not None and not self._engine.status().needs_weights:
             self._settle()
             with self._stage("offload"):
                 self._note("generate")
-                self._engine.discard_weights()  # type: ignore[attr-defined]  # Capabilities.discards_weights
+                self._discarding.discard_weights()
 
     def publishing(self) -> None:
         """The step is complete: its weights are published, and stay as they are until the next step."""
@@ -112,3 +115,14 @@ class MemoryTurns:
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             self._report[f"memory/after_{phase}/used_gib"] = (total - free) / _GIB
             self._report[f"memory/after_{phase}/cached_gib"] = cached / _GIB
+
+
+def _discarding(engine: InferenceEngine) -> DiscardingEngine:
+    if not engine.capabilities.discards_weights:
+        raise ConfigError(
+            [
+                "learner.residency: the memory plan releases the engine's weights, and the engine of rollout.backend "
+                "cannot do that; use learner.residency=[resident]"
+            ]
+        )
+    return cast(DiscardingEngine, engine)

@@ -19,7 +19,7 @@ from headwater.config.schema import Config
 from headwater.core.capabilities import EngineStatus
 from headwater.core.errors import HeadwaterError
 from headwater.core.records import DropKind, Trajectory
-from headwater.engine.virtual_memory import mapped_bytes
+from headwater.models.virtual_memory import mapped_bytes
 from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
 from headwater.rollout.snapshot import Books
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from headwater.core.disk import disk_full
 from headwater.core.records import Prompt, TokenArrays, Trajectory, make_arrays
-from headwater.engine.stops import pieces_of
+from headwater.models.token_pieces import pieces_of
 from headwater.observe.media_store import MediaStore, media_to_json
 from headwater.rollout.group import num_replies, num_turns
 from headwater.trainer.experience import LEARNER_LOGPROBS

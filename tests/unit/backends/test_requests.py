@@ -24,7 +24,6 @@ from headwater.core.errors import (
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.core.new_tokens import NewTokens
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, StopReason
-from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.observe.spans import Spans
 from headwater.serving.errors import api_error
 
@@ -148,7 +147,7 @@ def test_every_setting_of_the_engine_reaches_the_server():
     part = EngineConfig(memory_fraction=0.3)
     assert read_engine_config(engine_arguments(part, shares_device=True)) == part
     shared, alone = (read_engine_config(engine_arguments(EngineConfig(), shares_device=each)) for each in (True, False))
-    assert shared == EngineConfig(memory_fraction=SHARED_FRACTION)
+    assert shared == EngineConfig(memory_fraction=0.4)
     assert alone == EngineConfig(), "a server that has a device to itself sizes its cache from all of it"
 
 

@@ -380,10 +380,10 @@ def test_every_version_is_found_and_names_its_model():
     for version in ("0.5.2", "0.5.6.post2", "0.5.20"):
         player = Player(version)
         with connected(player) as engine:
-            assert find_model([engine.url], "sglang", "") == "/elsewhere"
+            assert find_model([engine.url], "") == "/elsewhere"
             player.refused = {"/model_info": [500], "/get_model_info": [500]}
             with pytest.raises(HeadwaterError, match="no server answers"):
-                find_model([engine.url], "sglang", "")
+                find_model([engine.url], "")
 
 
 def test_prompts_of_old_weights_are_not_reused_after_another_program_has_changed_them():

@@ -36,6 +36,7 @@ from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
 from headwater.backends.vllm.inprocess import InProcessLink
 from headwater.backends.vllm.launch import command
 from headwater.backends.vllm.wire import dialect_of, read_event, write_request
+from headwater.cli.route import find_model
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed, ServerLost
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
@@ -305,6 +306,14 @@ def test_another_vocabulary_is_refused_without_a_token_that_could_end_the_server
     for player.vocabulary, how in ((511, "smaller"), (513, "larger")):
         with player.serving() as url, pytest.raises(ConfigError, match=f"its vocabulary is {how} than 512"):
             VllmEngine.connect(url, context(f"rollout.servers=[{url}]"))
+
+
+def test_a_router_finds_the_model_that_a_server_names() -> None:
+    async def models(asked: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "served", "root": "/models/one"}]})
+
+    with serving(web.get("/v1/models", models)) as url:
+        assert find_model([url], "") == "/models/one"
 
 
 def test_a_server_that_decodes_speculatively_is_used() -> None:

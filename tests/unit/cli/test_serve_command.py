@@ -59,6 +59,15 @@ def test_what_is_wrong_is_blamed_on_the_argument(tmp_path, capsys):
         engine_device("gpu", "cpu")
 
 
+def test_a_router_needs_a_backend_that_talks_to_servers(capsys):
+    for backend, message in (
+        ("embedded", "error: --backend = embedded: does not talk to servers"),
+        ("slang", "did you mean 'sglang'?"),
+    ):
+        assert main(["route", "http://127.0.0.1:9", "--backend", backend]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_the_number_of_threads():
     assert num_threads(3, {"OMP_NUM_THREADS": "2"}) == 3
     assert num_threads(0, {}) == 0

@@ -272,6 +272,18 @@ def test_a_backend_declares_which_engine_settings_it_reads(tmp_path, problems):
     load_config(None, [mine, "engine.decode_steps=3"])
     (line,) = problems(None, mine, "engine.max_queue=7")
     assert "does not read this" in line
+    adapters = [mine, "lora.rank=4", "rollout.publish=adapter"]
+    (line,) = problems(None, *adapters)
+    assert "only Headwater's engine takes adapters alone" in line
+    for traits, settings in (
+        ("takes_adapters=True", adapters),
+        ("is_planned=True", [mine, "learner.residency=[weights]"]),
+    ):
+        file.write_text(f"@BACKENDS.register(BackendTraits({traits}))\nclass Mine: ...\n")
+        load_config(None, settings)
+    file.write_text("@BACKENDS.register(BackendTraits(needs_servers=True))\nclass Mine: ...\n")
+    (line,) = problems(None, mine)
+    assert f"{file}:Mine talks to servers; name running ones in rollout.servers" in line
     file.write_text("@BACKENDS.register(BackendTraits(engine_settings='decode_steps'))\nclass Mine: ...\n")
     (line,) = problems(None, mine)
     assert "engine_settings = 'decode_steps' must be a tuple of names" in line

@@ -10,7 +10,8 @@ from tiny import tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from headwater.engine.stops import find_stop, pieces_of
+from headwater.engine.stops import find_stop
+from headwater.models.token_pieces import pieces_of
 
 
 def encode(text: str) -> list[int]:

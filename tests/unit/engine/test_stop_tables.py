@@ -13,7 +13,8 @@ from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine import loop, stops
 from headwater.engine.lanes import Drawn, Lanes
 from headwater.engine.sequence import EngineSequence
-from headwater.engine.stops import PieceIndex, StopTables, pieces_of
+from headwater.engine.stops import PieceIndex, StopTables
+from headwater.models.token_pieces import pieces_of
 
 PAGES = np.array([1], np.int32)
 START = np.array([5], np.int32)

@@ -148,7 +148,7 @@ def test_servers_pause_for_the_measured_share_of_a_publish():
 
 def test_servers_of_vllm_get_weights_from_files():
     traits = BackendTraits(is_foreign=True, transfers=("file",))
-    model = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100, backend="vllm", traits=traits)
+    model = Roofline(SHAPES["qwen2.5-7b"], H200, Training(), context=100, traits=traits)
     assert {model.transfer(Split(1, count)) for count in (1, 100)} == {"file"}
     assert model.transfer(Split(1, 1, is_colocated=True)) == "file"
 

@@ -27,6 +27,7 @@ from tiny import tokenizer
 from headwater.backends import BackendContext
 from headwater.backends.native.engine import NativeEngine
 from headwater.backends.router.engine import RoutedServer, RouterEngine
+from headwater.backends.router.member import common_capabilities
 from headwater.backends.sglang.engine import SglangEngine
 from headwater.chat.render import render_chat
 from headwater.config.load import load_config
@@ -208,6 +209,19 @@ def context(address: str, backend: str, **more: Any) -> BackendContext:
 
 async def answers(engine: Any, *requests: ModelRequest) -> list[tuple[int, ...]]:
     return [each.output_tokens for each in await asyncio.gather(*map(engine.agenerate, requests))]
+
+
+def test_a_client_cannot_discard_the_weights_of_its_server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    can = replace(engine.capabilities, discards_weights=True)  # as on a GPU with fixed addresses
+    monkeypatch.setattr(Engine, "capabilities", can)
+    with served(engine) as (address, _):
+        client = NativeEngine.connect(address, context(address, "native"))
+        try:
+            assert client.capabilities.media
+            assert not client.capabilities.discards_weights
+        finally:
+            client.close()
+    assert not common_capabilities([can]).discards_weights
 
 
 def test_a_client_sends_each_image_once_and_again_if_the_server_has_forgotten_it(engine: Engine) -> None:

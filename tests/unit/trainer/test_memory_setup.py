@@ -14,9 +14,8 @@ from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, DeviceMemoryFull, ModelError
 from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
-from headwater.engine.media import CACHE_BYTES, GPU_TOWER_BYTES
 from headwater.models.load import load_model
-from headwater.models.memory_sizes import ModelSize
+from headwater.models.memory_sizes import CACHE_BYTES, GPU_TOWER_BYTES, ModelSize
 from headwater.models.scored import load_critic
 from headwater.trainer import memory_advice, memory_setup
 from headwater.trainer.memory_advice import Known, advised, memory_full

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from headwater.config.load import load_config
-from headwater.core.capabilities import EngineStatus
-from headwater.core.errors import MemoryRefused, RolloutFailed
+from headwater.core.capabilities import Capabilities, EngineStatus
+from headwater.core.errors import ConfigError, MemoryRefused, RolloutFailed
 from headwater.core.interpreter import Interrupts
 from headwater.core.memory_plan import MOVED, RELEASED, RESIDENT, Budget, MemoryPlan, Way
 from headwater.trainer.memory_turns import MemoryTurns, releases_cache
@@ -23,6 +23,7 @@ class Watched:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.needs_weights = False
+        self.capabilities = Capabilities(discards_weights=True)
 
     def status(self) -> EngineStatus:
         return EngineStatus(version=0, num_running=0, num_waiting=0, needs_weights=self.needs_weights)
@@ -127,6 +128,14 @@ def test_the_order_to_offload_also_releases_the_cache():
     config = load_config(None, ["model.device=cpu"]).config
     assert not releases_cache(config, None)
     assert releases_cache(replace(config, learner=replace(config.learner, offload_during_rollout=True)), None)
+
+
+def test_a_plan_that_the_engine_cannot_follow_is_refused():
+    watched = Watched()
+    watched.capabilities = Capabilities()
+    turns(watched, kv_cache=RELEASED)
+    with pytest.raises(ConfigError, match=r"use learner\.residency=\[resident\]"):
+        turns(watched, weights=RELEASED)
 
 
 def test_an_engine_on_a_cpu_does_not_discard_its_weights(tiny_engine):

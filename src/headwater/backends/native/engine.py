@@ -57,7 +57,7 @@ _SILENT_LIMIT_S = 15.0
 """A process that has not reported for so long counts as unreachable, although its connection is open."""
 
 
-@BACKENDS.register(BackendTraits(connects=True))
+@BACKENDS.register(BackendTraits(connects=True, needs_servers=True, takes_adapters=True))
 class NativeEngine:
     """An ``InferenceEngine`` whose work is done by ``headwater serve`` as a child process."""
 
@@ -194,6 +194,7 @@ class NativeEngine:
             Capabilities(**values),
             rounds=False,
             joint_start=False,
+            discards_weights=False,
             direct_weights=self._transfer == "collective",
             file_weights=self._transfer == "file",
             features=features,

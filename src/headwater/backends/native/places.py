@@ -18,7 +18,6 @@ from headwater.backends.native.client import ConnectionLost, ServerClient
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.core.errors import ConfigError, RolloutFailed, WaitTimeout
 from headwater.core.waits import named_wait
-from headwater.engine.kv_cache import SHARED_FRACTION
 from headwater.serving.options import KEY_VARIABLE
 
 SERVE = (sys.executable, "-m", "headwater.cli.main", "serve")
@@ -107,7 +106,7 @@ def engine_arguments(config: EngineConfig, *, shares_device: bool) -> list[str]:
         values["memory_fraction"] = 0.0  # a recipe's, which the size on the command line has replaced
     elif shares_device:
         # A server alone on a device takes most of the free memory, which the learner needs here.
-        values["memory_fraction"] = config.memory_fraction or SHARED_FRACTION
+        values["memory_fraction"] = config.chosen_memory_fraction(has_gpu_alone=False)
     return [f"engine.{name}={json.dumps(value)}" for name, value in values.items()]
 
 

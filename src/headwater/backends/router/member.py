@@ -236,6 +236,7 @@ def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
         streaming=everywhere("streaming"),
         rounds=False,
         joint_start=False,
+        discards_weights=False,
         memory_tags=tuple(tag for tag in first.memory_tags if all(tag in each.memory_tags for each in every)),
         update_modes=tuple(mode for mode in first.update_modes if all(mode in its.update_modes for its in every)),
         features=tuple(name for name in first.features if all(name in each.features for each in every)),

@@ -42,6 +42,7 @@ _PROCESSED, _RAW = "processed_logprobs", "raw_logprobs"
             "update_mode",
             "deterministic",
         ),
+        gpu_settings=("memory_fraction",),  # on a CPU, vLLM takes a fixed size if none is given
         connects=True,
         is_foreign=True,
         transfers=("file",),

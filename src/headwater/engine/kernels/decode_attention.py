@@ -47,39 +47,6 @@ def suggest_num_splits(rows: int, num_kv_heads: int, max_context: int, num_proce
 
 
 @triton.jit
-def _sum_of_splits(
-    partial,
-    lse,
-    first_rows,
-    has_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-):
-    """The combined result of the heads whose first parts are ``first_rows``. Parts are read past the L1 cache."""
-    dims = tl.arange(0, DIM_PAD)
-    mask = has_head[:, None] & (dims < HEAD_DIM)[None, :]
-    highest = tl.full(first_rows.shape, float("-inf"), tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        row_lse = tl.load(
-            lse + first_rows + split * NUM_HEADS, mask=has_head, other=float("-inf"), cache_modifier=".cg"
-        )
-        highest = tl.maximum(highest, row_lse)
-    highest = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.zeros([first_rows.shape[0], DIM_PAD], tl.float32)
-    total_weight = tl.zeros(first_rows.shape, tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        rows = first_rows + split * NUM_HEADS
-        row_lse = tl.load(lse + rows, mask=has_head, other=float("-inf"), cache_modifier=".cg")
-        part = tl.load(partial + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(row_lse - highest)
-        total += part * weight[:, None]
-        total_weight += weight
-    return total / tl.where(total_weight > 0, total_weight, 1.0)[:, None]
-
-
-@triton.jit
 def _decode(
     q,
     k_cache,
@@ -88,8 +55,6 @@ def _decode(
     context_lens,
     out,
     lse,
-    combined,
-    arrived,
     score_scale,
     table_stride,
     page_stride,
@@ -104,7 +69,6 @@ def _decode(
     BLOCK_N: tl.constexpr,
     RUN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    COMBINE: tl.constexpr,
     DEPENDENT: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -176,15 +140,6 @@ def _decode(
         tl.store(out + partial_rows[:, None] * HEAD_DIM + dims[None, :], result, mask=query_mask)
         row_lse = tl.where(running_sum > 0, running_max + tl.log2(running_sum), float("-inf"))
         tl.store(lse + partial_rows, row_lse, mask=heads < GROUP)
-        if COMBINE:
-            tl.debug_barrier()  # all threads have written before one of them says so
-            counter = arrived + row * tl.num_programs(0) + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
-                tl.store(counter, 0)
-                first_rows = row * NUM_SPLITS * NUM_HEADS + kv_head * GROUP + heads
-                result = _sum_of_splits(out, lse, first_rows, heads < GROUP, NUM_HEADS, HEAD_DIM, DIM_PAD, NUM_SPLITS)
-                address = combined + query_rows[:, None] * HEAD_DIM + dims[None, :]
-                tl.store(address, result.to(combined.dtype.element_ty), mask=query_mask)
     else:
         tl.store(out + query_rows[:, None] * HEAD_DIM + dims[None, :], result.to(out.dtype.element_ty), mask=query_mask)
 
@@ -227,15 +182,13 @@ def paged_decode_attention(
     num_splits: int,
     window: int = 0,
     config: DecodeConfig | None = None,
-    arrived: Tensor | None = None,
     dependent: bool = False,
 ) -> Tensor:
     """Attend from ``q`` [rows, heads, head_dim] to the first ``context_lens[row]`` tokens of each row's pages.
 
     With ``window`` > 0, only the last ``window`` of them are visible. A row without context returns zeros.
 
-    A second kernel combines the results of splits. With ``arrived``, an int32 zero for each row and kv head, the split
-    that finishes last does this instead, which saves a launch. The counters are zero again afterwards.
+    A second kernel combines the results of splits.
 
     ``dependent`` lets the programs start while the kernel before this one ends, if nothing before that kernel is still
     running. They wait for it before they read what it wrote; ``context_lens`` must not be among that.
@@ -245,7 +198,6 @@ def paged_decode_attention(
     kv_heads, page_tokens = k_cache.shape[1], k_cache.shape[2]
     config = config or default_config(head_dim, q.element_size())
     group = num_heads // kv_heads
-    assert arrived is None or arrived.numel() >= rows * kv_heads, "arrived needs a counter for each row and kv head"
     out = torch.empty_like(q)
     partial, lse = out, out
     if num_splits > 1:
@@ -259,8 +211,6 @@ def paged_decode_attention(
         context_lens,
         partial,
         lse,
-        out,
-        page_table if arrived is None else arrived,
         scale * _LOG2_E,
         page_table.stride(0),
         k_cache.stride(0),
@@ -275,7 +225,6 @@ def paged_decode_attention(
         BLOCK_N=config.block_n,
         RUN=tiles_per_run(page_tokens, config.block_n),
         NUM_SPLITS=num_splits,
-        COMBINE=arrived is not None,
         DEPENDENT=dependent,
         WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -283,7 +232,7 @@ def paged_decode_attention(
         num_warps=config.num_warps,
         **({"launch_pdl": True} if dependent else {}),
     )
-    if num_splits > 1 and arrived is None:
+    if num_splits > 1:
         _combine_splits[(num_heads, rows)](
             partial,
             lse,

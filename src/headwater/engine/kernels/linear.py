@@ -29,15 +29,14 @@ _MAX_SLICES = 5
 _LONG_SUM = 4096
 _INVARIANT_SLICES = 4
 _PROCESSORS = 132
-SCALED_TILES = False
-"""Whether deterministic mode adapts tiles to the number of rows, and cuts long sums into slices.
+SCALED_TILES_ON = (9, 0)
+"""The compute capability (H100 and H200) on which deterministic mode adapts tiles to the number of rows.
 
-Larger tiles read less from the L2 cache. A result is summed over inputs in the same steps of the same instruction in
-every tile size, so its bits do not depend on the size. Off until ``tests/gpu/test_pairs_cuda.py``, which turns it on to
-compare bits, has passed on a GPU of ``_COMPARED_ON``. Other GPUs keep the fixed tiles in any case.
+It also cuts long sums into slices there. Larger tiles read less from the L2 cache. A result is summed over inputs in
+the same steps of the same instruction in every tile size, so its bits do not depend on the size;
+``tests/gpu/test_invariant_cuda.py`` compares them. Other GPUs use fixed tiles, because they have other instructions or
+less memory, and their bits were not compared.
 """
-_COMPARED_ON = (9, 0)
-"""The compute capability (H100 and H200) on which bits are compared. Others have other instructions or less memory."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ _TOGETHER_TILES = MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=8
 
 
 def has_scaled_tiles(device: torch.device) -> bool:
-    return SCALED_TILES and (device.type != "cuda" or _capability(device) == _COMPARED_ON)
+    """Also without a GPU, in Triton's interpreter."""
+    return (_capability(device) if device.type == "cuda" else (9, 0)) == SCALED_TILES_ON
 
 
 @cache
@@ -178,15 +178,20 @@ def invariant_parts(x: Tensor, weight: Tensor, config: MatmulConfig | None = Non
     return out
 
 
+def check_operands(x: Tensor, weight: Tensor) -> None:
+    """Whether they belong together, and tensor descriptors can describe both."""
+    assert x.shape[1] == weight.shape[1], f"x has {x.shape[1]} inputs and the weight {weight.shape[1]}"
+    assert x.is_contiguous(), "x must be contiguous"
+    assert weight.is_contiguous(), "weight must be contiguous"
+    row_bytes = x.shape[1] * x.element_size()
+    assert row_bytes % 16 == 0, f"rows of {row_bytes} bytes: tensor descriptors need a multiple of 16"
+
+
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: MatmulConfig, slices: int, together: bool
 ) -> None:
+    check_operands(x, weight)
     (tokens, inputs), outputs = x.shape, len(weight)
-    assert inputs == weight.shape[1], f"x has {inputs} inputs and the weight {weight.shape[1]}"
-    assert x.is_contiguous(), "x must be contiguous"
-    assert weight.is_contiguous(), "weight must be contiguous"
-    row_bytes = inputs * x.element_size()
-    assert row_bytes % 16 == 0, f"rows of {row_bytes} bytes: tensor descriptors need a multiple of 16"
     assert slices == 1 or inputs % (slices * config.block_k) == 0, f"{inputs} inputs in {slices} slices"
     grid = triton.cdiv(tokens, config.block_m), triton.cdiv(outputs, config.block_n), 1 if together else slices
     _linear[grid](

@@ -25,6 +25,7 @@ from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
 from headwater.engine.guides import Guidance
 from headwater.engine.kernels.activation import silu_and_mul
 from headwater.engine.kernels.advance import advance
+from headwater.engine.kernels.gated_linear import gated_linear
 from headwater.engine.kernels.linear import (
     has_scaled_tiles,
     invariant_linear,
@@ -41,10 +42,8 @@ from headwater.engine.media import MediaInputs
 from headwater.engine.model_spec import FUSED, ModelSpec, can_fuse
 from headwater.engine.plans import NewRow, PrefillBatch
 from headwater.engine.rows import DecodeRows
-from headwater.engine.runners.decoder import HeadNorms, PairedProducts, Projection, Rotary
-from headwater.engine.runners.paired import InvariantPairs, MeasuredPairs
+from headwater.engine.runners.decoder import HeadNorms, Projection, Rotary
 from headwater.engine.runners.plain import Output, Runner
-from headwater.engine.runners.skinny import SkinnyLayers
 from headwater.engine.sampler import SamplingBatch, SamplingNeeds
 from headwater.models.capture import capturing
 from headwater.models.precision import wide_linear
@@ -54,11 +53,6 @@ T = TypeVar("T")
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BUCKET_STEP = 64
 """Distance of further buckets: a compromise between the number of graphs to capture and padding."""
-SKINNY_ROWS = 0
-"""Passes with at most this many rows use the kernels of ``SkinnyLayers``; at most 32, and 0 to never use them.
-
-Off until ``benchmarks/skinny_products.py`` has been run on a GPU. Deterministic mode and float32 never use them.
-"""
 
 
 class CudaOps:
@@ -85,6 +79,9 @@ class CudaOps:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def rope_and_store(
         self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
@@ -125,6 +122,11 @@ class InvariantCudaOps(CudaOps):
         product = invariant_linear(x, projection.weight, projection.bias, residual.dtype)
         return add_rms_norm(product, residual, norm_weight, eps)
 
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if has_scaled_tiles(x.device) and x.element_size() == 2:
+            return gated_linear(x, weight, bias)
+        return super().gated_linear(x, weight, bias)
+
 
 class CudaRunner(Runner):
     """``Runner`` with CUDA graphs for decoding."""
@@ -147,11 +149,6 @@ class CudaRunner(Runner):
             )
         super().__init__(model, spec, cache, rows, InvariantCudaOps() if deterministic else CudaOps())
         self._deterministic = deterministic
-        self._skinny: SkinnyLayers | None = None
-        if SKINNY_ROWS and self._fused is not None and not deterministic and spec.dtype.itemsize == 2:
-            self._skinny = self._fused.few_rows = SkinnyLayers(self._ops, SKINNY_ROWS, spec.device)
-        if self._fused is not None and spec.dtype.itemsize == 2:
-            self._fused.pairs = self._pairs()
         more = range(_BUCKETS[-1] + _BUCKET_STEP, rows.capacity + _BUCKET_STEP, _BUCKET_STEP)
         self._buckets: list[int] = [bucket for bucket in (*_BUCKETS, *more) if bucket < rows.capacity] + [rows.capacity]
         self._graphs: dict[tuple[int, SamplingNeeds, int, int], torch.cuda.CUDAGraph] = {}
@@ -161,11 +158,6 @@ class CudaRunner(Runner):
         self._stream = stream
         self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._made.record(torch.cuda.current_stream(spec.device))
-
-    def _pairs(self) -> PairedProducts | None:
-        if self._deterministic:  # a choice by timings could differ from one run to the next
-            return InvariantPairs() if has_scaled_tiles(self.spec.device) else None
-        return MeasuredPairs.on(self.spec.device)
 
     def use_device(self) -> None:
         torch.cuda.set_device(self.spec.device)
@@ -309,11 +301,7 @@ class CudaRunner(Runner):
     def _decode_hidden(self, num_rows: int) -> Tensor:
         rows = self.rows
         state = self.cache, rows.page_table[:num_rows], rows.context_lens[:num_rows]
-        attention: PagedAttention
-        if self._deterministic:
-            attention = CudaPrefill.of_rows(*state)
-        else:
-            attention = CudaDecode(*state, None if self._skinny is None else self._skinny.counters(num_rows))
+        attention: PagedAttention = CudaPrefill.of_rows(*state) if self._deterministic else CudaDecode(*state)
         positions = self._decode_positions(num_rows)
         return self._hidden(rows.last_tokens[:num_rows], positions, rows.slots[:num_rows], attention)
 

@@ -42,6 +42,10 @@ class DecoderOps(Protocol):
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``silu_and_mul`` of ``linear``."""
+        ...
+
     def rope_and_store(
         self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None
     ) -> Tensor:
@@ -98,41 +102,8 @@ class FusedLayer:
     window: int
 
 
-class FewRows(Protocol):
-    """A faster way to run the layers of passes with few rows, without media."""
-
-    def fits(self, layers: Sequence[FusedLayer], residual: Tensor) -> bool: ...
-    def __call__(
-        self,
-        layers: Sequence[FusedLayer],
-        final_norm: Tensor,
-        residual: Tensor,
-        rotary: Rotary,
-        slots: Tensor,
-        attention: PagedAttention,
-        cache: KVCache,
-    ) -> Tensor: ...
-
-
-class PairedProducts(Protocol):
-    """Products that include the kernel after them. None: the plain path is to be used."""
-
-    def gated(self, x: Tensor, projection: Projection) -> Tensor | None:
-        """``silu(gate) * up``."""
-        ...
-
-    def rotated(
-        self, x: Tensor, layer: FusedLayer, rotary: Rotary, slots: Tensor, cache: KVCache, index: int
-    ) -> Tensor | None:
-        """The rotated queries; keys and values are in their slots."""
-        ...
-
-
 class FusedDecoder:
     """Runs a Llama-like transformers decoder (see ``model_spec.FUSED``)."""
-
-    few_rows: FewRows | None = None
-    pairs: PairedProducts | None = None
 
     def __init__(self, model: Any, spec: ModelSpec, ops: DecoderOps) -> None:
         decoder, config = model.get_decoder(), model.config.get_text_config()
@@ -159,8 +130,6 @@ class FusedDecoder:
             residual = residual.float()
         if media is not None:
             residual[media.places] = media.embeddings.to(residual.dtype)
-        elif self.few_rows is not None and self.few_rows.fits(self._layers, residual):
-            return self.few_rows(self._layers, self._final_norm, residual, rotary, slots, attention, cache)
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, self._layers[0].eps)
         next_norms = [layer.input_norm for layer in self._layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, next_norms, strict=True)):
@@ -195,15 +164,13 @@ class FusedDecoder:
                         yield each
 
     def _query(self, x: Tensor, layer: FusedLayer, rotary: Rotary, slots: Tensor, cache: KVCache, index: int) -> Tensor:
-        query = None if self.pairs is None else self.pairs.rotated(x, layer, rotary, slots, cache, index)
-        if query is not None:
-            return query
         qkv = self._linear(x, layer.qkv)
         return self._ops.rope_and_store(qkv, rotary, slots, cache, index, layer.head_norms)
 
     def _gated(self, x: Tensor, projection: Projection) -> Tensor:
-        gated = None if self.pairs is None else self.pairs.gated(x, projection)
-        return self._ops.silu_and_mul(self._linear(x, projection)) if gated is None else gated
+        if projection.adapters is None:
+            return self._ops.gated_linear(x, projection.weight, projection.bias)
+        return self._ops.silu_and_mul(self._linear(x, projection))
 
     def _linear(self, x: Tensor, projection: Projection) -> Tensor:
         product = self._ops.linear(x, projection.weight, projection.bias)
@@ -287,6 +254,9 @@ class CpuOps:
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.silu_and_mul(self.linear(x, weight, bias))
 
     def rope_and_store(
         self, qkv: Tensor, rotary: Rotary, slots: Tensor, cache: KVCache, layer: int, norms: HeadNorms | None

@@ -38,22 +38,6 @@ def test_matches_a_float64_reference():
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_last_split_combines_the_results():
-    for heads, kv_heads, head_dim, num_splits, dtype in [
-        (3, 1, 24, 3, torch.float32),
-        (12, 2, 32, 2, HALF),
-    ]:
-        with case(heads, kv_heads, head_dim, num_splits, dtype):
-            cache = PagedCache([37, 0, 80], kv_heads, head_dim, 16, dtype)
-            arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
-            separately, _ = run(cache, heads, dtype, num_splits=num_splits)
-            for _ in range(2):  # the counters of the first launch serve the second
-                together, _ = run(cache, heads, dtype, num_splits=num_splits, arrived=arrived)
-                tolerance = 1e-3 if dtype == HALF else 1e-6
-                torch.testing.assert_close(together, separately, rtol=tolerance, atol=tolerance)
-                assert not arrived.any()
-
-
 def test_half_precision():
     cache = PagedCache([70, 33], 1, 64, 64, HALF)
     actual, expected = run(cache, 6, HALF, num_splits=2)

@@ -61,9 +61,6 @@ def test_slices_depend_on_the_weight_and_tiles_on_the_rows(monkeypatch):
         return invariant_config(torch.empty(tokens, 1536, dtype=dtype, device="meta"), outputs)
 
     assert [invariant_slices(inputs) for inputs in (1536, 8960, 18944, 5000)] == [1, 4, 4, 1]
-    fixed = {config(tokens, 17920) for tokens in (1, 64, 256, 8192)}
-    assert fixed == {MatmulConfig(64, 128, 64, 4, 5)}
-    monkeypatch.setattr(linear, "SCALED_TILES", True)
     scaled = [config(tokens, 17920) for tokens in (1, 64, 256, 8192)]
     sizes = [each.block_m * each.block_n for each in scaled]
     assert sizes == sorted(sizes)
@@ -71,11 +68,11 @@ def test_slices_depend_on_the_weight_and_tiles_on_the_rows(monkeypatch):
     assert {each.block_k for each in scaled} == {64}, "or else rows would be summed in different steps"
     assert config(256, 1536).block_m == 64, "few tiles"
     assert config(8192, 17920, torch.float32) == config(1, 17920, torch.float32)
+    monkeypatch.setattr(linear, "SCALED_TILES_ON", None)
+    assert {config(tokens, 17920) for tokens in (1, 64, 256, 8192)} == {MatmulConfig(64, 128, 64, 4, 5)}
 
 
 def test_tiles_depend_on_the_rows_only_on_gpus_whose_bits_were_compared(monkeypatch):
     capabilities = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (10, 0), torch.device("cuda", 2): (8, 9)}
     monkeypatch.setattr(linear, "_capability", capabilities.__getitem__)
-    assert not any(map(has_scaled_tiles, capabilities))
-    monkeypatch.setattr(linear, "SCALED_TILES", True)
     assert [has_scaled_tiles(device) for device in capabilities] == [True, False, False]

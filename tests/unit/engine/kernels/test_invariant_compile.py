@@ -1,4 +1,4 @@
-"""Products in pairs and those of deterministic mode are compiled for compute capability 9.0, which needs no GPU."""
+"""The products of deterministic mode are compiled for compute capability 9.0, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ SCRIPT = """
 import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from headwater.engine.kernels.gated_linear import _gated_linear
 from headwater.engine.kernels.linear import _SCALED_TILES, _TOGETHER_TILES, _linear
-from headwater.engine.kernels.pair_linear import PairConfig, _gated_linear, _rotated_linear
-
-TYPES = {"cos": "*fp32", "sin": "*fp32", "positions": "*i32", "slots": "*i64"}
 
 def compiled(name, kernel, config, outputs, **values):
     values |= {"BLOCK_M": config.block_m, "BLOCK_K": config.block_k, "STAGES": config.num_stages, "PRECISION": "tf32"}
-    types, names = dict(TYPES), kernel.arg_names
+    types, names = {}, kernel.arg_names
     types["x"] = f"tensordesc<bf16[{config.block_m},{config.block_k}]>"
     types["weight"] = f"tensordesc<bf16[{outputs},{config.block_k}]>"
     for each in names:
@@ -37,11 +35,8 @@ def compiled(name, kernel, config, outputs, **values):
                       "products": ptx.count("wgmma.mma_async"), "loads": ptx.count("cp.async.bulk.tensor")}))
 
 for _, config in _SCALED_TILES:
-    compiled("gated", _gated_linear, PairConfig.of(config), config.block_n // 2, BLOCK_P=config.block_n // 2,
+    compiled("gated", _gated_linear, config, config.block_n // 2, BLOCK_P=config.block_n // 2,
              HAS_BIAS=False)
-config = PairConfig(64, 32, 64, 4, 5)
-compiled("rotated", _rotated_linear, config, 32, BLOCK_P=32, NUM_HEADS=12, NUM_KV_HEADS=2, HALF=64, PAGE=64,
-         HAS_BIAS=True)
 for config, slices, together in ((_SCALED_TILES[0][1], 1, False), (_SCALED_TILES[2][1], 4, False),
                                  (_TOGETHER_TILES, 4, True)):
     compiled("linear", _linear, config, config.block_n, BLOCK_N=config.block_n, HAS_BIAS=False, SLICES=slices,
@@ -58,7 +53,7 @@ def test_kernels_compile_to_asynchronous_products():
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == 8
+    assert len(made) == 7
     for each in made:
         assert each["loads"] > 0, f"{each}: operands are not read through descriptors"
         assert each["products"] > 0, f"{each}: no warp-group products"
