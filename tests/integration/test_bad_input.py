@@ -247,7 +247,7 @@ def test_rows_with_images_are_refused_by_a_workflow_for_text(fails, tmp_path):
 
 
 def test_nothing_is_left_behind_by_a_run_that_could_not_start(fails, tmp_path):
-    fails("model.path=./no/such/folder")
+    assert "was removed" not in fails("model.path=./no/such/folder")
     assert not (tmp_path / "runs").exists()
     reward = tmp_path / "raises.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
@@ -255,17 +255,20 @@ def test_nothing_is_left_behind_by_a_run_that_could_not_start(fails, tmp_path):
     starts = [
         [f"reward.function={reward}:compute_score"],
         [f"reward.function={reward}:compute_score", "eval.before=false"],
-        [*FILES, f"data.train={rows}", "data.truncation=left", "data.shuffle=false"],  # found when the row is drawn
     ]
     for start in starts:
-        fails(*start)
+        removed = f"\n{tmp_path / 'runs' / 'quickstart'} was removed, because the run has recorded nothing\n"
+        assert fails(*start).endswith(removed), start
         assert not any((tmp_path / "runs").iterdir()), start
+    # Found before there is a directory.
+    assert "removed" not in fails(*FILES, f"data.train={rows}", "data.truncation=left", "data.shuffle=false")
+    assert not any((tmp_path / "runs").iterdir())
 
 
 def test_what_a_warm_start_has_learned_is_kept(fails, tmp_path):
     reward = tmp_path / "raises.py"
     reward.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1 / 0\n")
-    fails(f"reward.function={reward}:compute_score", "warm_start.num_steps=1")
+    assert "was removed" not in fails(f"reward.function={reward}:compute_score", "warm_start.num_steps=1")
     run = tmp_path / "runs" / "quickstart"
     assert (run / "checkpoints" / "step_000000" / "state.json").exists()
     reward.write_text(reward.read_text().replace("1 / 0", "1.0"))

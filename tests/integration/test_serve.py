@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import queue
+import re
 import signal
 import socket
 import struct
@@ -207,7 +208,8 @@ def test_it_judges_responses(server, monkeypatch):
 
 
 def test_it_tells_where_it_serves(server):
-    assert server.lines[0].startswith("serving tiny:qwen3 at http://127.0.0.1:")
+    assert re.fullmatch(r"loading tiny:qwen3 in (float32 on cpu|\w+ on cuda:\d+)\n", server.lines[0]), server.lines
+    assert server.lines[1].startswith("serving tiny:qwen3 at http://127.0.0.1:")
     assert server.call("/health").status == 200
     assert server.call("/health_generate").status == 200
 
@@ -629,7 +631,8 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(server):
 def test_the_hf_backend_serves_and_ctrl_c_stops_it():
     server = start("--backend", "hf", "--served-name", "mine")
     try:
-        assert server.lines[0].startswith("serving mine at ")
+        assert server.lines[0].startswith("loading tiny:qwen3 in ")
+        assert server.lines[1].startswith("serving mine at ")
         assert server.call("/v1/models", Origin="http://example.com").status == 403
         taken = headwater("serve", "tiny:qwen3", "--port", server.url.rpartition(":")[2])
         assert taken.code == 2

@@ -358,7 +358,7 @@ def test_settings_reach_the_child_and_too_many_deaths_end_in_an_error(monkeypatc
             some_tokens(engine, is_over)
             os.kill(engine.pid, signal.SIGKILL)
 
-        with pytest.raises(RolloutFailed, match=r"died 1 times in a row.*killed by SIGKILL; its output:\nserving tiny"):
+        with pytest.raises(RolloutFailed, match=r"died 1 times in a row.*killed by SIGKILL; its output:\nloading tiny"):
             generate(engine, requests(2, 1500), kill)
         with pytest.raises(RolloutFailed, match="killed by SIGKILL"):
             engine.pause()

@@ -137,7 +137,7 @@ def _run_command(name: str, arguments: list[str]) -> int:
     except (HeadwaterError, OSError) as error:  # OSError: such as a full disk or a read-only folder
         if options.debug or _is_of_our_output(error):
             raise
-        print(f"error: {_told(error)}", file=sys.stderr)
+        print(f"error: {_told(error)}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
         return EXIT_USER_ERROR
     return code
 

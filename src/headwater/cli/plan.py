@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from headwater.config.schema import Config
     from headwater.planner.plan import Candidate, CostModel, Plan
+    from headwater.planner.simulate import Prediction
     from headwater.planner.workload import Lengths, Workload
 
 HELP = (
@@ -268,11 +269,28 @@ def _recommend(say: Callable[[str], None], plan: Plan, config: Config) -> None:
     predicted = best.prediction
     say(f"      {predicted.tokens_per_s:,.0f} tokens/s, {predicted.step_s:,.2f} s per step")
     say(f"      controller: {predicted.events_per_s:,.0f} events/s, its event loop is {best.controller_load:.1%} busy")
-    if (older := plan.older) is not None:
+    if (all_of_them := plan.whole).split.num_gpus > split.num_gpus:
         say(
-            f"      rollout.max_staleness={older.max_staleness} would give {older.rate:,.0f} tokens/s; "
+            f"      more GPUs do not help: {all_of_them.split.num_gpus} would give {all_of_them.rate:,.0f} tokens/s, "
+            f"because {_limit(predicted)}"
+        )
+    if (older := plan.older) is not None:
+        on = "" if older.split == split else f" on {older.split} GPUs"
+        say(
+            f"      rollout.max_staleness={older.max_staleness}{on} would give {older.rate:,.0f} tokens/s; "
             "older samples slow down learning (docs/async.md)"
         )
+
+
+def _limit(predicted: Prediction) -> str:
+    """The largest part of a step among those that more GPUs do not shorten."""
+    rest_s = predicted.step_s - predicted.wait_s - predicted.train_s - predicted.publish_s
+    seconds, what = max(
+        (predicted.wait_s, "waiting for rollouts, and more servers do not shorten the longest episode"),
+        (predicted.publish_s, "publishing weights"),
+        (rest_s, "work of the controller, such as assembling batches and records"),
+    )
+    return f"{seconds / predicted.step_s:.0%} of a step is {what}"
 
 
 def _count(number: int, what: str) -> str:

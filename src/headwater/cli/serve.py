@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import TextIO, get_args
 
 from headwater.config.convert import Converter
 from headwater.config.keys import sections
+from headwater.config.paths import looks_like_folder
 from headwater.config.recipe import parse_override
 from headwater.config.schema import Dtype, EngineConfig
 from headwater.config.server_checks import cache_size_problem
@@ -137,7 +138,11 @@ def add_listening(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="stop when standard input closes, which happens when the parent process ends",
     )
-    parser.add_argument("--served-name", metavar="NAME", help="the model's name in requests and replies; default MODEL")
+    parser.add_argument(
+        "--served-name",
+        metavar="NAME",
+        help="the model's name in requests and replies; default MODEL, and for a folder its last part too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -147,7 +152,8 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, served_name=args.served_name or args.model, model=model)
     with listening(args, options) as taken:
         from headwater.backends import BACKENDS, LoadsModels
-        from headwater.models.load import check_files, load_processor, load_tokenizer, resolve_device
+        from headwater.models.device import resolve_device, resolve_dtype
+        from headwater.models.load import check_files, load_processor, load_tokenizer
         from headwater.serving.listen import serve
         from headwater.serving.state import find_parser
 
@@ -159,12 +165,15 @@ def run(args: argparse.Namespace) -> int:
                 "use embedded or hf"
             )
         # Checked here as well as by the engine, because messages of an engine name the settings of a recipe.
-        resolve_device(args.device, "--device")
+        device = resolve_device(args.device, "--device")
+        dtype = str(resolve_dtype(args.dtype, args.device)).removeprefix("torch.")
+        _tell(f"loading {model} in {dtype} on {device}")
         tokenizer = load_tokenizer(model, key="MODEL")
         find_parser(options.tool_parser, tokenizer)  # before the model is loaded, which takes longer
         check_files(model, "MODEL")
         engine = backend.load(model, config, tokenizer=tokenizer, dtype=args.dtype, device=args.device, seed=args.seed)
         try:
+            options = replace(options, device=str(device))
             serve(engine, tokenizer, options, taken, say=say, processor=load_processor(model, key="MODEL"))
         finally:
             engine.close()
@@ -203,7 +212,7 @@ def find_model(model: str) -> str:
                 f"MODEL = {model}: is a run directory without a checkpoint, so there is no model to serve yet; wait "
                 "for its first checkpoint (trainer.checkpoint_every_steps)"
             )
-        _tell(f"{model} is a run directory; loading its newest model, {found[-1]}")
+        _tell(f"{model} is a run directory; its newest model is {found[-1]}")
         return _whole(found[-1])
     if (folder / "model" / "config.json").is_file():
         return _whole(folder / "model")
@@ -295,6 +304,7 @@ def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> S
         raise HeadwaterError("--api-key is empty; give a key, or leave the option out to let everyone in")
     return ServerOptions(
         served_name=served_name,
+        short_name="" if args.served_name or not looks_like_folder(served_name) else _last_part(served_name),
         api_key=api_key,
         max_body_bytes=max_body_bytes,
         max_responses=args.max_responses,
@@ -305,8 +315,9 @@ def read_options(args: argparse.Namespace, *, served_name: str, model: str) -> S
     )
 
 
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _last_part(folder: str) -> str:
+    """The name of a folder without those that it is in."""
+    return os.path.basename(os.path.abspath(os.path.expanduser(folder)))  # Path keeps the dots of ``..``
 
 
 def _stop_at_eof() -> None:
@@ -319,8 +330,17 @@ def _stop_at_eof() -> None:
 
 
 def say(text: str) -> None:
-    # Flushed, because the parent process may be waiting for this line on a pipe.
+    """For programs too: the parent process may be waiting for this line on a pipe."""
+    _print(text, sys.stdout)
+
+
+def _tell(text: str) -> None:
+    """For people."""
+    _print(text, sys.stderr)
+
+
+def _print(text: str, file: TextIO) -> None:
     try:
-        print(text, flush=True)
+        print(text, file=file, flush=True)
     except OSError:  # the pipe or the terminal is closed: the server keeps running
-        discard(sys.stdout)
+        discard(file)

@@ -73,12 +73,17 @@ class RunDirectory:
 
     @contextmanager
     def removed_if_unused(self) -> Iterator[None]:
-        """Remove the directory if the block fails before it has recorded anything: there is nothing to resume."""
+        """Remove the directory if the block fails before it has recorded anything: there is nothing to resume.
+
+        The error gets a note that says so.
+        """
         try:
             yield
-        except Exception:
+        except Exception as error:
             if not self.metrics_file.exists():
                 shutil.rmtree(self.path, ignore_errors=True)
+                if not self.path.exists():
+                    error.add_note(f"{self.path} was removed, because the run has recorded nothing")
             raise
 
     def check_unstarted(self) -> None:

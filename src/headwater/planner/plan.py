@@ -31,6 +31,9 @@ RECORD_TOKEN_S = 0.18e-6
 WRITE_TOKEN_S = 0.17e-6
 """What the rollout file takes in the thread that writes records, per token: batch_assembly.json."""
 DEFAULT_STALENESS = (0, 1, 2, 4, 8)
+TOLERANCE = 0.02
+"""Rates that differ by less count as equal. docs/planner.md says how much the random lengths change the ratio of two
+splits."""
 _MAX_SPLITS = 8
 _EPISODES_PER_SIMULATION = 40_000
 _FEWEST_STEPS = 3
@@ -186,11 +189,14 @@ class Candidate:
 @dataclass(frozen=True)
 class Plan:
     by_split: tuple[Candidate, ...]
-    """All splits, colocated first, at the same staleness (a colocated step is synchronous)."""
+    """All splits, colocated first, at the same staleness (a colocated step is synchronous), then those with fewer GPUs
+    that are as fast."""
     by_staleness: tuple[Candidate, ...]
-    """The best split at several values of ``rollout.max_staleness``."""
+    """The best split of all GPUs at several values of ``rollout.max_staleness``."""
+    whole: Candidate
+    """The best split of all GPUs: of those that are as fast as any, the one with the fewest learner GPUs."""
     best: Candidate
-    """The fastest of ``by_split``."""
+    """The best of ``by_split``: of those that are as fast as any, the one with the fewest GPUs."""
     notes: tuple[str, ...]
     source: str
 
@@ -223,14 +229,16 @@ def make_plan(
     at = workload.max_staleness or 1
     seen: dict[tuple[Split, int], Candidate] = {}
 
-    def row(split: Split, max_staleness: int) -> Candidate:
+    def row(split: Split, max_staleness: int | None = None) -> Candidate:
+        if max_staleness is None:
+            max_staleness = 0 if split.is_colocated else at
         key = split, max_staleness
         if key not in seen:
             progress(split, max_staleness)
             seen[key] = predict(workload, model, split, max_staleness)
         return seen[key]
 
-    by_split = [row(each, 0 if each.is_colocated else at) for each in splits(num_gpus, model.num_server_gpus)]
+    by_split = [row(each) for each in splits(num_gpus, model.num_server_gpus)]
     possible = [each for each in by_split if each.prediction is not None]
     if not possible:
         problems = "; ".join(f"{each.split}: {each.problem}" for each in by_split[:3])
@@ -241,14 +249,46 @@ def make_plan(
     separate = [each for each in possible if not each.split.is_colocated]
     by_staleness: list[Candidate] = []
     if separate:
-        best_split = max(separate, key=lambda each: each.rate).split
+        best_split = _best(separate).split
         by_staleness = [row(best_split, each) for each in sorted({*staleness, at})]
-    best = max(possible, key=lambda each: each.rate)
+    whole = _best(possible)
+    by_split += _with_fewer_gpus(possible, row)
+    best = _best(by_split)
     costs = model.costs(best.split)
     notes = costs.notes
     if any(each.is_shortened for each in (*by_split, *by_staleness)):
         notes += ("the steps are large, so few were simulated, and the rows may not show the steady state",)
-    return Plan(tuple(by_split), tuple(by_staleness), best, notes, costs.source)
+    return Plan(tuple(by_split), tuple(by_staleness), whole, best, notes, costs.source)
+
+
+def _least(rows: Sequence[Candidate]) -> float:
+    """The rate from which on a row counts as equal to the fastest."""
+    return (1 - TOLERANCE) * max(each.rate for each in rows)
+
+
+def _best(rows: Sequence[Candidate]) -> Candidate:
+    least = _least(rows)
+    equal = (each for each in rows if each.rate >= least)
+    return min(equal, key=lambda each: (each.split.num_gpus, each.split.num_learner_gpus, -each.rate))
+
+
+def _with_fewer_gpus(rows: Sequence[Candidate], simulated: Callable[[Split], Candidate]) -> list[Candidate]:
+    """Splits with fewer GPUs that are as fast as the fastest of ``rows``, which use all of them."""
+    least, fewest, found = _least(rows), rows[0].split.num_gpus, []
+    separate = [each.split for each in rows if each.rate >= least and not each.split.is_colocated]
+    if separate:
+        # A split is as fast as its slower side, and each of these two numbers was enough for its side.
+        both = replace(
+            separate[0],
+            num_learner_gpus=min(each.num_learner_gpus for each in separate),
+            num_servers=min(each.num_servers for each in separate),
+        )
+        if both.num_gpus < fewest and (row := simulated(both)).rate >= least:
+            found.append(row)
+            fewest = both.num_gpus
+    while (fewest := fewest // 2) and (row := simulated(Split(fewest, fewest, is_colocated=True))).rate >= least:
+        found.append(row)
+    return found
 
 
 def splits(num_gpus: int, num_server_gpus: int) -> list[Split]:

@@ -15,6 +15,8 @@ KEY_VARIABLE = "HEADWATER_API_KEY"
 class ServerOptions:
     served_name: str
     """The model's name in requests and replies."""
+    short_name: str = ""
+    """Another name that requests may give, such as the last part of a folder; empty if there is none."""
     api_key: str = ""
     """The key that clients send as ``Authorization: Bearer KEY``. If it is empty, no key is needed."""
     max_body_bytes: int = DEFAULT_MAX_BODY_MIB * 2**20
@@ -30,7 +32,19 @@ class ServerOptions:
     """How long a request body may take to arrive."""
     model_path: str = ""
     """Where the model was loaded from, for ``/get_model_info``. Defaults to ``served_name``."""
+    device: str = ""
+    """The engine's device, for example ``cuda:1``; empty if it has none of its own, such as a router."""
     fetches_media: bool = False
     """Whether images may be given as addresses on the network, which the server then downloads."""
     tool_parser: str = "auto"
     """The format of tool calls: a file in ``headwater/chat/parsers``, or ``auto`` to choose it from the template."""
+
+    @property
+    def gpu(self) -> str:
+        """The engine's GPU. Other threads have to be told, because their current one is the first."""
+        return self.device if self.device.startswith("cuda") else ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may give."""
+        return (self.served_name, self.short_name) if self.short_name else (self.served_name,)

@@ -113,10 +113,11 @@ class Membership:
         self._member: GroupMember | None = None
         self._joining = asyncio.Lock()
 
-    async def join(self, call: JoinCall) -> None:
+    async def join(self, call: JoinCall, gpu: str) -> None:
         async with self._joining:
             self.leave()
-            self._member = await in_own_thread(partial(GroupMember.join, call.order, call.number, call.num_senders))
+            join = partial(GroupMember.join, call.order, call.number, call.num_senders, gpu)
+            self._member = await in_own_thread(join)
 
     def member(self, group: str) -> GroupMember:
         if self._member is None or self._member.group != group:
@@ -140,8 +141,9 @@ def _begin(call: BroadcastCall, member: GroupMember, engine: InferenceEngine) ->
 
 
 async def join_weight_group(request: web.Request) -> web.Response:
-    call = await request.app[STATE].read_control(request, JoinCall.read)
-    await request.app[MEMBERSHIP].join(call)
+    state = request.app[STATE]
+    call = await state.read_control(request, JoinCall.read)
+    await request.app[MEMBERSHIP].join(call, state.options.gpu)
     return reply({"group": call.order.group})
 
 

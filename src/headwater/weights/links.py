@@ -99,22 +99,26 @@ class Pending(Protocol):
 class Link:
     """A process group of one sender, its number 0, and its receivers."""
 
-    def __init__(self, group: Any, meeting: Meeting) -> None:
+    def __init__(self, group: Any, meeting: Meeting, gpu: str = "") -> None:
         self._group = group
         self._meeting = meeting
+        self._gpu = torch.device(gpu or "cuda")
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are sent from and arrive: main memory, or the current GPU for NCCL."""
-        return torch.device("cuda" if self._meeting.backend == "nccl" else "cpu")
+        """Where tensors are sent from and arrive: main memory, or the GPU for NCCL."""
+        return self._gpu if self._meeting.backend == "nccl" else torch.device("cpu")
 
     def device_for(self, tensor: torch.Tensor) -> torch.device:
         """Where a tensor must be to be sent: as ``device``, but on a GPU that has it already, it stays."""
         return tensor.device if self.device.type == tensor.device.type else self.device
 
     @classmethod
-    def connect(cls, meeting: Meeting, rank: int, size: int) -> Link:
-        """Wait for the other members. ``WeightsError`` if one of them does not come."""
+    def connect(cls, meeting: Meeting, rank: int, size: int, gpu: str = "") -> Link:
+        """Wait for the other members. ``WeightsError`` if one of them does not come.
+
+        ``gpu`` is the one that NCCL uses, such as ``cuda:1``; without it, the current one of the thread that sends or receives.
+        """
         limit = timedelta(seconds=meeting.limit_s)
         try:
             found = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
@@ -124,7 +128,7 @@ class Link:
             store: Any = found
             for name in names:
                 store = PrefixStore(name, store)
-            link = cls(_make_group(meeting, store, rank, size, limit), meeting)
+            link = cls(_make_group(meeting, store, rank, size, limit), meeting, gpu)
             if meeting.backend == "nccl" and meeting.connects_first:
                 link._connect_all(store, rank, size)
         except (RuntimeError, ValueError, WeightsError) as error:
@@ -142,12 +146,12 @@ class Link:
         others waiting, so another thread waits for it.
         """
         limit_s = self._meeting.limit_s
-        device, tensor = torch.cuda.current_device(), torch.zeros(1, device="cuda")
+        tensor = torch.zeros(1, device=self.device)
         begun: Future[Pending] = Future()
 
         def begin() -> None:
             try:
-                torch.cuda.set_device(device)
+                torch.cuda.set_device(tensor.device)
                 begun.set_result(self.broadcast(tensor))
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it
                 begun.set_exception(error)

@@ -192,13 +192,13 @@ class GroupMember:
     delta: DeltaReader
 
     @classmethod
-    def join(cls, order: SendOrder, number: int, num_senders: int) -> GroupMember:
-        """Become receiver ``number``, from 1, of every rank of the learner."""
+    def join(cls, order: SendOrder, number: int, num_senders: int, gpu: str = "") -> GroupMember:
+        """Become receiver ``number``, from 1, of every rank of the learner. ``gpu`` is the engine's, for NCCL."""
         links: list[Link] = []
         try:
             for rank in range(num_senders):
                 meeting = Meeting(order.host, order.port, f"{order.group}/{rank}", order.backend, order.limit_s)
-                links.append(Link.connect(meeting, number, 1 + order.num_receivers))
+                links.append(Link.connect(meeting, number, 1 + order.num_receivers, gpu))
         except BaseException:
             for link in links:
                 link.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 
 import pytest
 
 from headwater.backends import engine_device
 from headwater.cli.main import main
-from headwater.cli.serve import find_model, num_threads
+from headwater.cli.serve import add_arguments, find_model, num_threads, read_options
 from headwater.core.errors import ConfigError, HeadwaterError, ModelError
 from headwater.observe.manifest import seal
 from headwater.observe.run_directory import RunDirectory
@@ -29,7 +30,7 @@ def test_a_run_is_served_with_its_newest_model(run, capsys):
         (run.model(step) / "config.json").write_text("{}")
     run.checkpoint(90).mkdir()  # without a model
     assert find_model(str(run.path)) == str(run.model(80))
-    assert f"loading its newest model, {run.model(80)}" in capsys.readouterr().err
+    assert f"its newest model is {run.model(80)}" in capsys.readouterr().err
     assert find_model(str(run.checkpoint(5))) == str(run.model(5))
     for model in (str(run.model(5)), "tiny:qwen3", "org/name"):
         assert find_model(model) == model
@@ -39,6 +40,30 @@ def test_a_run_is_served_with_its_newest_model(run, capsys):
     for damaged in (run.path, run.checkpoint(80)):
         with pytest.raises(ModelError, match=r"config\.json .*serve another checkpoint"):
             find_model(str(damaged))
+
+
+def test_a_folder_has_a_short_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def names(model: str, *arguments: str) -> tuple[str, ...]:
+        args = parser.parse_args([model, *arguments])
+        return read_options(args, served_name=args.served_name or model, model=model).names
+
+    for model, short in (
+        ("/models/some-model", "some-model"),
+        ("/models/some-model/", "some-model"),
+        ("~/some-model", "some-model"),
+        ("own/model", "model"),
+        (".", tmp_path.name),
+        ("own/model/..", "own"),
+    ):
+        assert names(model) == (model, short)
+        assert names(model, "--served-name", "mine") == ("mine",)
+    for model in ("tiny:qwen3", "org/name", "smollm2"):
+        assert names(model) == (model,)
 
 
 def test_what_is_wrong_is_blamed_on_the_argument(tmp_path, capsys):

@@ -22,6 +22,18 @@ def test_a_root_that_is_a_file_is_an_error(tmp_path):
         RunDirectory.create(tmp_path / "file", "run")
 
 
+def test_a_run_that_failed_before_it_recorded_anything_is_removed_and_its_error_says_so(tmp_path):
+    for has_recorded in (False, True):
+        run = RunDirectory.create(tmp_path, "run")
+        if has_recorded:
+            run.metrics_file.touch()
+        with pytest.raises(ValueError, match="wrong") as caught, run.removed_if_unused():
+            raise ValueError("wrong")
+        assert run.path.exists() == has_recorded
+        note = f"{run.path} was removed, because the run has recorded nothing"
+        assert getattr(caught.value, "__notes__", []) == ([] if has_recorded else [note])
+
+
 def test_opening_something_else_is_an_error(tmp_path):
     with pytest.raises(RunError, match="not a run directory"):
         RunDirectory.open(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from headwater.planner.hardware import (
     roofline_costs,
     shape_of,
 )
-from headwater.planner.plan import Candidate, Measured, Roofline, Split, make_plan, splits
+from headwater.planner.plan import TOLERANCE, Candidate, Measured, Roofline, Split, make_plan, splits
 from headwater.planner.workload import Lengths, Workload
 
 H200 = GPUS["h200"]
@@ -95,11 +96,17 @@ def test_splits_use_all_gpus():
                 assert each.num_learner_gpus >= 1
 
 
-def small_plan(train_s: float, decode_s: float):
-    workload = Workload(num_prompts=8, num_samples=4, prompt_tokens=10, lengths=Lengths(np.full((1, 4), 50), "test"))
+def small_plan(train_s: float, decode_s: float, *, step_s: float = 0.0, wait_s: float = 0.0):
+    workload = Workload(
+        num_prompts=8,
+        num_samples=4,
+        prompt_tokens=10,
+        lengths=Lengths(np.full((1, 4), 50), "test"),
+        waits_s=np.full((1, 1), wait_s),
+    )
     costs = Costs(
         generation=GenerationCosts(step_s=1e-4, step_per_sequence_s=decode_s / 32 / 50),
-        learner=LearnerCosts(train_per_token_s=train_s / 1680),
+        learner=LearnerCosts(train_per_token_s=train_s / 1680, step_s=step_s),
         source="test",
     )
     return make_plan(workload, Measured(costs), 8, staleness=(0, 2))
@@ -115,6 +122,30 @@ def test_the_slower_side_gets_more_gpus():
     # With equal lengths no GPU idles in a synchronous step, so nothing is faster than sharing all of them.
     assert plan.best.rate == max(each.rate for each in plan.by_split)
     assert plan.best.split.is_colocated
+
+
+def test_gpus_that_gain_nothing_are_left_out():
+    """A step of the controller alone needs one GPU, and waiting for tools one GPU for each side."""
+    for plan, split in (
+        (small_plan(0.01, 0.01, step_s=5.0), Split(1, 1, is_colocated=True)),
+        (small_plan(0.1, 0.1, wait_s=10.0), Split(1, 1)),
+    ):
+        assert plan.best.split == split
+        assert plan.whole.split.num_gpus == 8
+        assert plan.whole.rate >= (1 - TOLERANCE) * max(each.rate for each in plan.by_split[:-1])
+        assert plan.best.rate >= (1 - TOLERANCE) * plan.whole.rate
+        assert plan.by_staleness[0].split.num_gpus == 8
+    # As much training as generation: every GPU helps.
+    assert small_plan(4.0, 4.0).best.split.num_gpus == 8
+
+
+def test_of_equal_splits_the_one_with_fewer_learner_gpus_is_the_best():
+    rows = small_plan(0.01, 0.01, step_s=5.0).by_split[:8]
+    assert [each.split.num_gpus for each in rows] == [8] * 8
+    shuffled = [replace(row, split=each.split) for row, each in zip(rows, reversed(rows), strict=True)]
+    for given in (rows, shuffled):
+        assert max(each.rate for each in given) < min(each.rate for each in given) * (1 + TOLERANCE)
+        assert plan_module._best(given).split == Split(1, 7)
 
 
 def test_weights_for_other_machines_are_published_at_the_rate_of_collective():
@@ -200,6 +231,8 @@ def test_the_command_writes_what_it_prints(tmp_path, capsys):
     assert "Best:" in printed
     assert "staleness   1" in printed
     assert "assumed: log-normal" in printed
+    assert "more GPUs do not help: 3 would give " in printed
+    assert "of a step is work of the controller" in printed
     content = json.loads(plan.read_text())
     assert content["best"]["prediction"]["tokens_per_s"] > 0
     assert len(content["by_staleness"]) == 2

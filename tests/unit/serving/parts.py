@@ -7,9 +7,11 @@ from tiny import tokenizer
 
 from headwater.core.protocols import EngineLimits
 from headwater.serving.errors import ApiError
+from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
 
 NAME = "tiny:qwen3"
+OPTIONS = ServerOptions(NAME)
 
 
 def limits(max_model_tokens: int = 64, max_queue: int = 32, max_request_tokens: int | None = None) -> ModelLimits:

@@ -15,7 +15,7 @@ from aiohttp import web
 from engine.engine_parts import running
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving.parts import NAME, limits
+from serving.parts import NAME, OPTIONS, limits
 from tiny import tokenizer
 
 from headwater.chat.parsers import make_parser
@@ -58,18 +58,18 @@ VALUES = st.recursive(
 )
 READERS = {
     "completion": (
-        lambda body: read_completion(body, limits(), NAME),
+        lambda body: read_completion(body, limits(), OPTIONS),
         ["prompt", "max_tokens", "n", "stop", "stream", "stream_options", "logprobs", "seed", "top_p", "min_p",
          "temperature", "stop_token_ids", "min_tokens", "logit_bias", "best_of", "suffix"],
     ),
     "chat": (
-        lambda body: read_chat(body, limits(), NAME, make_parser("auto", tokenizer())),
+        lambda body: read_chat(body, limits(), OPTIONS, make_parser("auto", tokenizer())),
         ["messages", "tool_choice", "parallel_tool_calls",
          "max_completion_tokens", "top_logprobs", "tools", "response_format", "chat_template_kwargs",
          "continue_final_message", "add_generation_prompt", "modalities", "stop"],
     ),
     "responses": (
-        lambda body: read_chat(chat_body(body), limits(), NAME, make_parser("auto", tokenizer())),
+        lambda body: read_chat(chat_body(body), limits(), OPTIONS, make_parser("auto", tokenizer())),
         ["input", "instructions", "tools", "tool_choice", "max_output_tokens", "text", "metadata", "stream", "top_p"],
     ),
     "generate": (

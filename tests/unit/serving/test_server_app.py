@@ -338,3 +338,29 @@ def test_the_model_by_its_name(small):
                 assert (reply.status, (await reply.json())["id"]) == (200, NAME)
 
     run(scenario())
+
+
+def test_a_folder_also_has_the_name_of_its_last_part(small):
+    async def scenario() -> None:
+        options = ServerOptions("/models/some-model", short_name="some-model")
+        async with TestClient(TestServer(build_app(small, tokenizer(), options))) as client:
+            for name in options.names:
+                for path, body in (
+                    ("/v1/completions", {"prompt": "hi", "max_tokens": 1}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+                ):
+                    async with client.post(path, json={"model": name, **body}) as reply:
+                        assert (await reply.json())["model"] == "/models/some-model"
+                async with client.post("/tokenize", json={"model": name, "prompt": "hi"}) as reply:
+                    assert reply.status == 200
+                async with client.get(f"/v1/models/{name}") as reply:
+                    assert (await reply.json())["id"] == "/models/some-model"
+            async with client.get("/v1/models") as reply:
+                assert [each["id"] for each in (await reply.json())["data"]] == ["/models/some-model"]
+            for name in ("", "model", "models/some-model"):
+                async with client.post("/v1/completions", json={"model": name, "prompt": "hi"}) as reply:
+                    message = (await reply.json())["error"]["message"]
+                    assert reply.status == 404
+                    assert "this server serves '/models/some-model' or 'some-model'" in message
+
+    run(scenario())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.parts import NAME, assert_refused, limits, refusal
+from serving.parts import OPTIONS, assert_refused, limits, refusal
 from tiny import tokenizer
 
 from headwater.serving.openai.chat import read_chat
@@ -11,7 +11,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def read(body):
-    return read_chat(body, limits(), NAME)
+    return read_chat(body, limits(), OPTIONS)
 
 
 def prompt(body) -> str:

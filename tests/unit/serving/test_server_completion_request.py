@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.parts import NAME, assert_refused, limits, refusal
+from serving.parts import NAME, OPTIONS, assert_refused, limits, refusal
 from tiny import tokenizer
 
 from headwater.core.requests import Grammar, SamplingParams
@@ -10,7 +10,7 @@ from headwater.serving.openai.completions import read_completion
 
 
 def read(body, **bounds):
-    return read_completion(body, limits(**bounds), NAME)
+    return read_completion(body, limits(**bounds), OPTIONS)
 
 
 def test_defaults_are_those_of_openai():

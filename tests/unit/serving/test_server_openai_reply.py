@@ -7,7 +7,7 @@ import itertools
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving.parts import NAME, limits
+from serving.parts import NAME, OPTIONS, limits
 from tiny import tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -34,7 +34,7 @@ def pieces(plan, tokens, stop_reason="length") -> list[OutputPiece]:
 
 
 def test_a_completion():
-    plan = read_completion({"prompt": ["hi", "ho"], "n": 2, "logprobs": 0, "return_token_ids": True}, limits(), NAME)
+    plan = read_completion({"prompt": ["hi", "ho"], "n": 2, "logprobs": 0, "return_token_ids": True}, limits(), OPTIONS)
     body = CompletionReply(plan, tokenizer()).whole(pieces(plan, EURO), version=3)
     assert (body["object"], body["model"], body["system_fingerprint"]) == ("text_completion", NAME, "version-3")
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
@@ -98,7 +98,7 @@ def test_offsets_where_every_byte_has_a_replacement_character():
 
 
 def test_a_stop_text_is_cut_from_the_text_and_not_from_the_tokens():
-    plan = read_completion({"prompt": "hi", "stop": "€", "return_token_ids": True}, limits(), NAME)
+    plan = read_completion({"prompt": "hi", "stop": "€", "return_token_ids": True}, limits(), OPTIONS)
     (choice,) = CompletionReply(plan, tokenizer()).whole(pieces(plan, EURO[:-1], "stop"), 0)["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("a", "stop")
     assert choice["token_ids"] == tuple(EURO[:-1])
@@ -106,7 +106,7 @@ def test_a_stop_text_is_cut_from_the_text_and_not_from_the_tokens():
 
 def test_a_chat_reply():
     plan = read_chat(
-        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "return_token_ids": True}, limits(), NAME
+        {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "return_token_ids": True}, limits(), OPTIONS
     )
     body = ChatReply(plan, tokenizer()).whole(pieces(plan, EURO, "abort"), version=0)
     assert body["prompt_token_ids"] == plan.requests[0].input_tokens
@@ -130,7 +130,7 @@ def streamed(writer, plan) -> list[dict]:
 
 
 def test_chunks_of_a_completion():
-    plan = read_completion({"prompt": "hi", "stream": True}, limits(), NAME)
+    plan = read_completion({"prompt": "hi", "stream": True}, limits(), OPTIONS)
     chunks = streamed(CompletionReply(plan, tokenizer()), plan)
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "€", "b"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "length"]
@@ -139,7 +139,7 @@ def test_chunks_of_a_completion():
 
 
 def test_chunks_with_tokens_leave_none_out():
-    plan = read_completion({"prompt": "hi", "stream": True, "return_token_ids": True, "logprobs": 1}, limits(), NAME)
+    plan = read_completion({"prompt": "hi", "stream": True, "return_token_ids": True, "logprobs": 1}, limits(), OPTIONS)
     choices = [chunk["choices"][0] for chunk in streamed(CompletionReply(plan, tokenizer()), plan)]
     assert [token for choice in choices for token in choice["token_ids"]] == EURO
     assert [offset for choice in choices for offset in choice["logprobs"]["text_offset"]] == [0, 1, 1, 1, 2]
@@ -150,7 +150,7 @@ def test_chunks_with_tokens_leave_none_out():
 
 
 def test_an_echo_puts_the_prompt_before_the_completion():
-    plan = read_completion({"prompt": "€hi", "echo": True, "logprobs": 1, "max_tokens": 5}, limits(), NAME)
+    plan = read_completion({"prompt": "€hi", "echo": True, "logprobs": 1, "max_tokens": 5}, limits(), OPTIONS)
     prompt = plan.requests[0].input_tokens
     scores = PromptScores((-1.0,) * (len(prompt) - 1), (((70, -0.5),),) * (len(prompt) - 1))
     maker = PieceMaker(tokenizer(), plan.shape.rules, with_offsets=True)
@@ -176,7 +176,7 @@ def test_an_echo_puts_the_prompt_before_the_completion():
 
 def test_a_chat_lists_the_alternatives_of_each_token():
     body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 2}
-    plan = read_chat(body, limits(), NAME)
+    plan = read_chat(body, limits(), OPTIONS)
     maker = PieceMaker(tokenizer(), plan.shape.rules)
     piece = maker.piece(EURO[:1], [-0.5], [0], "length", [((EURO[0], -0.5), (EURO[1], -1.5))])
     (choice,) = ChatReply(plan, tokenizer()).whole([piece], 0)["choices"]
@@ -189,7 +189,7 @@ def test_a_chat_lists_the_alternatives_of_each_token():
 
 def test_chunks_of_a_chat():
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    plan = read_chat({"messages": [{"role": "user", "content": "hi"}], **options}, limits(), NAME)
+    plan = read_chat({"messages": [{"role": "user", "content": "hi"}], **options}, limits(), OPTIONS)
     writer = ChatReply(plan, tokenizer())
     chunks = streamed(writer, plan)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]

@@ -12,7 +12,7 @@ import pytest
 from aiohttp.test_utils import TestServer
 from chat.written_calls import WRITERS, schema
 from engine.engine_parts import run
-from serving.parts import NAME, assert_refused, limits
+from serving.parts import NAME, OPTIONS, assert_refused, limits
 from tiny import tokenizer
 
 from headwater.chat.parsers import PARSERS, make_parser
@@ -34,7 +34,7 @@ NAMED = {"type": "function", "function": {"name": "now"}}
 
 def read(body, parser="hermes"):
     made = make_parser(parser, tokenizer()) if parser else None
-    return read_chat(body, limits(max_model_tokens=2000), NAME, made)
+    return read_chat(body, limits(max_model_tokens=2000), OPTIONS, made)
 
 
 def prompt(body) -> str:

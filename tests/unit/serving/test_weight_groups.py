@@ -20,9 +20,9 @@ from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
-from headwater.serving.sglang.distributed import InitGroup, UpdateFromGroup
+from headwater.serving.sglang.distributed import InitGroup, UpdateFromGroup, _receive
 from headwater.serving.weight_group import BroadcastCall, JoinCall
-from headwater.weights.links import host_store
+from headwater.weights.links import Link, Meeting, host_store
 
 ORDER = {"group": "g", "host": "127.0.0.1", "port": 5, "num_receivers": 2, "dtype": "bfloat16"}
 TENSOR = {"name": "w", "shape": [2, 3], "starts": [0, 4, 6]}
@@ -151,3 +151,46 @@ def test_a_trainer_for_newer_versions_sends_the_weights_of_an_update_in_several_
     assert replies == [False, True, True, False, True, True, True]
     assert checksums == [before, before], "requests never see a part of an update"
     assert (engine.weights_checksum(), engine.get_version()) == (checksum(learner.named_parameters()), 7)
+
+
+class Received:
+    """A group, and the operation that it starts, which is complete."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Received:
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None: ...
+
+
+def test_weights_over_nccl_arrive_on_the_gpu_of_the_engine(engine, monkeypatch):
+    """A machine without GPUs has no such group, so nothing is sent here."""
+    made: list[Link] = []
+
+    def connect(meeting: Meeting, rank: int, size: int, gpu: torch.device | None) -> Link:
+        made.append(Link(None, meeting, gpu))
+        return made[-1]
+
+    monkeypatch.setattr(Link, "connect", connect)
+
+    async def join(device: str, backend: str) -> None:
+        app = build_app(engine, tiny.tokenizer(), ServerOptions("tiny", device=device))
+        body = {**GROUP, "backend": backend}
+        async with (
+            TestClient(TestServer(app)) as client,
+            client.post("/init_weights_update_group", json=body) as answer,
+        ):
+            assert (await answer.json())["success"]
+
+    for device, backend, expected in (
+        ("cuda:1", "nccl", torch.device("cuda:1")),
+        ("cpu", "nccl", torch.device("cuda")),
+        ("", "nccl", torch.device("cuda")),
+        ("cuda:1", "gloo", torch.device("cpu")),
+    ):
+        asyncio.run(join(device, backend))
+        assert made[-1].device == expected
+    link = Link(Received(), Meeting("127.0.0.1", 5, "g", "nccl"), torch.device("meta"))
+    assert _receive(UpdateFromGroup.read(TENSORS), link)["w"].device == torch.device("meta")

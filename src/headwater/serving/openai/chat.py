@@ -36,6 +36,7 @@ from headwater.serving.openai.plan import (
     usage,
 )
 from headwater.serving.openai.tools import ToolMessage, ToolUse, for_template
+from headwater.serving.options import ServerOptions
 from headwater.serving.output import OutputPiece, token_bytes, token_text
 from headwater.serving.prompt import ModelLimits
 
@@ -64,9 +65,9 @@ class ChatBody:
     shape: Shape
 
     @classmethod
-    def read(cls, body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> ChatBody:
+    def read(cls, body: Mapping[str, Any], limits: ModelLimits, options: ServerOptions) -> ChatBody:
         fields = Fields(body)
-        model = check_model(fields, served_name)
+        model = check_model(fields, options)
         sampling = SamplingFields.read(fields, limits)
         max_tokens = _max_tokens(fields)
         logprobs, num_top = _logprobs(fields)
@@ -79,10 +80,10 @@ class ChatBody:
 
 
 def read_chat(
-    body: Mapping[str, Any], limits: ModelLimits, served_name: str, parser: ToolCallParser | None = None
+    body: Mapping[str, Any], limits: ModelLimits, options: ServerOptions, parser: ToolCallParser | None = None
 ) -> CallPlan:
     """``parser`` finds tool calls; without one, requests with tools are refused."""
-    chat = ChatBody.read(body, limits, served_name)
+    chat = ChatBody.read(body, limits, options)
     limits.check_count(chat.sampling.num_samples, "n")
     text = render_messages(chat.messages, chat.template_args, chat.tools, limits)
     tokens, media = _tokens(text, chat.contents, limits)

@@ -19,6 +19,7 @@ from headwater.serving.openai.plan import (
     refuse_unsupported,
     usage,
 )
+from headwater.serving.options import ServerOptions
 from headwater.serving.output import Offsets, OutputPiece, token_text
 from headwater.serving.prompt import ModelLimits
 
@@ -29,9 +30,9 @@ LEAST_LOGPROB = -9999.0
 """Sent instead of minus infinity, for a prompt token that the model considers impossible."""
 
 
-def read_completion(body: Mapping[str, Any], limits: ModelLimits, served_name: str) -> CallPlan:
+def read_completion(body: Mapping[str, Any], limits: ModelLimits, options: ServerOptions) -> CallPlan:
     fields = Fields(body)
-    model = check_model(fields, served_name)
+    model = check_model(fields, options)
     sampling = SamplingFields.read(fields, limits)
     echo = fields.flag("echo", False)
     max_tokens = fields.optional_integer("max_tokens", minimum=0)

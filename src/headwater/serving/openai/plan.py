@@ -13,6 +13,7 @@ from headwater.core.media import Media
 from headwater.core.requests import Grammar, ModelRequest, SamplingParams
 from headwater.serving.errors import ApiError, shown, wrong
 from headwater.serving.fields import Fields
+from headwater.serving.options import ServerOptions
 from headwater.serving.output import TextRules
 from headwater.serving.prompt import ModelLimits
 from headwater.serving.sampling import (
@@ -181,16 +182,18 @@ def read_shape(fields: Fields, stops: tuple[str, ...], *, logprobs: bool, echo: 
     return Shape(stream, include_usage, logprobs, fields.flag("return_token_ids", False), rules, echo)
 
 
-def check_model(fields: Fields, served_name: str) -> str:
+def check_model(fields: Fields, options: ServerOptions) -> str:
+    """The model's name for the reply."""
     model = fields.text("model")
-    if model is not None and model != served_name:
-        raise unknown_model(model, served_name)
-    return served_name
+    if model is not None and model not in options.names:
+        raise unknown_model(model, options)
+    return options.served_name
 
 
-def unknown_model(model: str, served_name: str) -> ApiError:
+def unknown_model(model: str, options: ServerOptions) -> ApiError:
+    known = " or ".join(repr(each) for each in options.names)
     return ApiError(
-        f"model = {shown(model)}: this server serves {served_name!r}; use that name, or start it with --served-name",
+        f"model = {shown(model)}: this server serves {known}; use that name, or start it with --served-name",
         status=404,
         param="model",
         code="model_not_found",

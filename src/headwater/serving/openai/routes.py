@@ -24,9 +24,7 @@ Writer = CompletionReply | ChatReply
 
 async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
-    plan = await state.read(
-        request, lambda body: _checked(state, read_completion(body, state.limits, state.options.served_name))
-    )
+    plan = await state.read(request, lambda body: _checked(state, read_completion(body, state.limits, state.options)))
     return await _answer(request, state, plan, CompletionReply(plan, state.tokenizer))
 
 
@@ -34,7 +32,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     plan = await state.read(
         request,
-        lambda body: _checked(state, read_chat(body, state.limits, state.options.served_name, state.parser)),
+        lambda body: _checked(state, read_chat(body, state.limits, state.options, state.parser)),
     )
     return await _answer(request, state, plan, ChatReply(plan, state.tokenizer))
 
@@ -47,7 +45,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
         if body.get("previous_response_id") is not None:
             previous = body["previous_response_id"]
             raise wrong("previous_response_id", previous, "replies are not stored; send the whole conversation")
-        plan = read_chat(chat_body(body), state.limits, state.options.served_name, state.parser)
+        plan = read_chat(chat_body(body), state.limits, state.options, state.parser)
         return _checked(state, plan), ResponseWriter(body)
 
     plan, writer = await state.read(request, read)
@@ -64,8 +62,8 @@ async def models(request: web.Request) -> web.Response:
 
 async def model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
-    if name != state.options.served_name:
-        raise unknown_model(name, state.options.served_name)
+    if name not in state.options.names:
+        raise unknown_model(name, state.options)
     return reply(_model(state))
 
 
@@ -158,7 +156,7 @@ async def version(_: web.Request) -> web.Response:
 def _tokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
     """The tokens of a ``prompt``, or of the ``messages`` of a chat."""
     fields, limits = Fields(body), state.limits
-    check_model(fields, state.options.served_name)
+    check_model(fields, state.options)
     with_texts = fields.flag("return_token_strs", False)
     is_chat = body.get("messages") is not None
     if is_chat == (body.get("prompt") is not None):
@@ -180,7 +178,7 @@ def _tokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
 
 def _detokenize(body: Mapping[str, Any], state: ServerState) -> dict[str, Any]:
     fields = Fields(body)
-    check_model(fields, state.options.served_name)
+    check_model(fields, state.options)
     tokens = fields.raw("tokens")
     fields.done()
     most = state.limits.engine.max_model_tokens

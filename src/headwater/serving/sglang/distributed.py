@@ -142,13 +142,14 @@ OPEN: web.AppKey[list[OpenUpdate]] = web.AppKey("sglang_open_update", list)
 
 
 async def init_weights_update_group(request: web.Request) -> web.Response:
-    call = await request.app[STATE].read_control(request, InitGroup.read)
-    groups = request.app[GROUPS]
+    state, groups = request.app[STATE], request.app[GROUPS]
+    call = await state.read_control(request, InitGroup.read)
     request.app[OPEN].clear()  # of a trainer that has died: the tensors of the next one would be added to it
     if (before := groups.pop(call.meeting.name, None)) is not None:
         before.close()
     try:
-        groups[call.meeting.name] = await in_own_thread(partial(Link.connect, call.meeting, call.rank, call.world_size))
+        connect = partial(Link.connect, call.meeting, call.rank, call.world_size, state.options.gpu)
+        groups[call.meeting.name] = await in_own_thread(connect)
     except HeadwaterError as error:
         return reply({"success": False, "message": str(error)}, status=api_error(error).status)
     return reply({"success": True, "message": "Succeeded to initialize custom process group."})
