@@ -117,7 +117,8 @@ class Link:
     def connect(cls, meeting: Meeting, rank: int, size: int, gpu: str = "") -> Link:
         """Wait for the other members. ``WeightsError`` if one of them does not come.
 
-        ``gpu`` is the one that NCCL uses, such as ``cuda:1``; without it, the current one of the thread that sends or receives.
+        ``gpu`` is the one that NCCL uses, such as ``cuda:1``; without it, the current one of the thread that sends or
+        receives.
         """
         limit = timedelta(seconds=meeting.limit_s)
         try:
