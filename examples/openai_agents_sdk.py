@@ -33,6 +33,6 @@ async def solve(base_url: str, api_key: str, prompt: str, ground_truth: str) -> 
         agent = Agent(name="Solver", model=model, tools=[calculator])
         try:
             result = await Runner.run(agent, prompt, max_turns=3)
-        except AgentsException:  # the model called a tool that does not exist, or did not come to an end
+        except AgentsException:  # the model called a tool that does not exist, or did not finish
             return 0.0
     return float(str(result.final_output).strip() == ground_truth)

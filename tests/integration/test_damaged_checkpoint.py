@@ -57,7 +57,7 @@ def test_a_changed_byte_in_any_file_is_refused_with_the_file_and_the_newest_whol
         assert result.code == 2, file
         assert f"{file} " in result.stderr
         if file in files:
-            assert "the newest whole checkpoint is that of step 1; to use it, add --step 1" in result.stderr
+            assert "the newest intact checkpoint is that of step 1; to use it, add --step 1" in result.stderr
         if "model" in file.name:
             assert headwater("doctor", run.path).code == 1
         if file == run.model(2) / "model.safetensors":

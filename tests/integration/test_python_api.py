@@ -107,7 +107,7 @@ def test_a_stopped_run_is_resumed_with_the_same_objects_and_refused_without_them
     assert "resume=RUN" in error
     assert main(["eval", str(first.path)]) == 2
     assert "object of the Python program" in capsys.readouterr().err
-    with pytest.raises(HeadwaterError, match="goes with resume"):
+    with pytest.raises(HeadwaterError, match="requires resume"):
         Trainer(data=ROWS, reward=zero, **small(tmp_path)).train(step=1)
     with pytest.raises(ConfigError, match=r"data.train"):
         train(data="arithmetic", reward=zero, resume=first.path, **small(tmp_path, trainer={"total_steps": 4}))

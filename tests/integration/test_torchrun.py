@@ -41,6 +41,9 @@ from headwater.observe.run_directory import RunDirectory
 LIMIT_S = 1200.0
 SOON_S = 300.0
 """A killed rank ends the run within a minute, or later on a busy machine: long before ``learner.rank_timeout_s``."""
+NOTICED_S = 60.0
+"""A killed rank is noticed within this time. Rank 0 looks for its process every second, and a busy machine
+delays this less than the end of the run."""
 COARSE = ("bfloat16", "adapters in bfloat16", "pictures in bfloat16")
 COMPARED = ("loss", "grad_norm", "entropy", "optimizer_steps", "rollout_gap/tokens", "rollout_gap/logprob_abs_max")
 
@@ -286,9 +289,11 @@ def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
         assert time.monotonic() - killed_at < SOON_S
         assert re.search(r"error: rank 1: its process has ended .*, noticed at most \S+ s\s+later", text, re.DOTALL)
         (told,) = [each.state for each in examine(run).ranks if not each.is_alive]
-        found = re.search(r"; the run ended at most (\S+) s later", told)
+        found = re.search(r", noticed at most (\S+) s later; the run ended at most (\S+) s later", told)
         assert found, told
-        assert 0 <= float(found[1]) < SOON_S
+        noticed_s, ended_s = map(float, found.groups())
+        assert 0 <= noticed_s < NOTICED_S
+        assert noticed_s <= ended_s < SOON_S
     else:
         assert "Stopping: saving step" in text
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]

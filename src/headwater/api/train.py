@@ -179,7 +179,7 @@ class Trainer:
     def train(self, *, resume: str | os.PathLike[str] | None = None, step: int | None = None) -> Result:
         """Train to the last step. ``resume`` continues a run with the settings of this object."""
         if step is not None and resume is None:
-            raise HeadwaterError(f"step = {step}: goes with resume, the directory of a run")
+            raise HeadwaterError(f"step = {step}: requires resume, the directory of a run")
         return self._run(self.config, resume, step)
 
     def evaluate(self) -> Result:
@@ -216,7 +216,7 @@ class Trainer:
 
 
 def _check_files(config: Config) -> None:
-    """Raise before anything is loaded if files are missing, or if nobody said what to train or evaluate on."""
+    """Raise before anything is loaded if files are missing, or if no data to train or evaluate on is given."""
     named = {"data.train", "data.dataset", *(("data.eval",) if config.eval.only else ())}
     if not named & config.given:
         raise ConfigError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from headwater.config.schema import Config
-    from headwater.planner.plan import CostModel, Plan, Row
+    from headwater.planner.plan import Candidate, CostModel, Plan
     from headwater.planner.simulate import Prediction
     from headwater.planner.workload import Lengths, Workload
 
@@ -238,7 +238,7 @@ def _print(console: Console, plan: Plan, workload: Workload, recipe: str, config
         say(f"Note: {note}.")
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[Candidate]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -265,7 +265,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _bars(say: Callable[[str], None], rows: Sequence[Row]) -> None:
+def _bars(say: Callable[[str], None], rows: Sequence[Candidate]) -> None:
     most = max((row.rate for row in rows), default=0.0) or 1.0
     for row in rows:
         bar = "#" * round(_WIDTH * row.rate / most)
@@ -319,7 +319,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def settings_of(row: Row, config: Config) -> list[str]:
+def settings_of(row: Candidate, config: Config) -> list[str]:
     """What to give ``headwater train`` so that the GPUs are divided as in ``row``."""
     from headwater.config.server_checks import backend_traits
     from headwater.planner.hardware import GPUS_PER_MACHINE
@@ -345,7 +345,7 @@ def settings_of(row: Row, config: Config) -> list[str]:
     return [*found, f"rollout.max_staleness={row.max_staleness}"]
 
 
-def _draw(path: Path, rows: Sequence[Row]) -> None:
+def _draw(path: Path, rows: Sequence[Candidate]) -> None:
     # The figure classes are used directly, because pyplot keeps global state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

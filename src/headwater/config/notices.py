@@ -1,5 +1,5 @@
-"""What has no effect in a run although someone asked for it, and what may have been forgotten. Each is said once, when
-a run starts.
+"""What has no effect in a run although someone asked for it, and what may have been forgotten. Each is reported
+once, when a run starts.
 
 A setting that contradicts others is an error (``checks.py``). A notice is for what is right elsewhere: a recipe for
 GPUs may run on a CPU, and a data file may have columns for other programs.
@@ -141,7 +141,7 @@ def _separate() -> Iterator[Notice]:
         if number.isdecimal() and int(number) > 1 and "WORLD_SIZE" not in os.environ:
             yield Notice(
                 f"{variable} = {number}",
-                f"{program} has started {number} runs that do not know of each other; for one run with {number} ranks, "
+                f"{program} has started {number} independent runs; for one run with {number} ranks, "
                 f"use torchrun --nproc-per-node {number} -m headwater train",
             )
 

@@ -42,7 +42,7 @@ def is_hub_id(source: str) -> bool:
 
 
 def is_whole(source: str) -> bool:
-    """Whether a data source has a fixed number of rows, unlike a task, which generates as many as it is told."""
+    """Whether a data source has a fixed number of rows, unlike a task, which generates as many as requested."""
     if isinstance(source, PythonObject):
         return not callable(source.value)
     return is_file(source) or "://" in source or is_hub_id(source) or is_folder(source)

@@ -302,8 +302,8 @@ def update_order_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     if rollout.weight_encoding == "delta":
         yield Clash(
             ("rollout.update_order", "rollout.weight_encoding"),
-            "the ranks connect to one server at a time, and the first update of a connection is whole, so delta saves "
-            f"nothing; use rollout.weight_encoding=plain, {remedy}",
+            "the ranks connect to one server at a time, and the first update of a connection has all weights, so delta "
+            f"saves nothing; use rollout.weight_encoding=plain, {remedy}",
         )
 
 

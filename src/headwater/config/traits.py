@@ -103,7 +103,7 @@ class BackendTraits(Traits):
     needs_servers: bool = False
     """It cannot be used with ``rollout.placement=colocated``."""
     is_foreign: bool = False
-    """Its servers are another program in a Python environment of their own (``rollout.launch.python``)."""
+    """Its servers are another program in a separate Python environment (``rollout.launch.python``)."""
     takes_adapters: bool = False
     """It takes LoRA adapters without the base weights (``rollout.publish=adapter``)."""
     is_planned: bool = False

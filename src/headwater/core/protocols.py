@@ -1,4 +1,4 @@
-"""What engines, tokenizers, sources of weights and episodes are to each other."""
+"""The interfaces between engines, tokenizers, sources of weights and episodes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ CHARTS: tuple[dict[str, Any], ...] = (
         "format": "number",
     },
 )
-"""The curves that the page draws. It is told them, so that what is drawn is what is sent."""
+"""The curves that the page draws. The server sends this list, so the page draws all that is sent."""
 _NUM_POINTS = 500
 _LIMIT_S = 3.0
 _MOST_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""What the dashboard answers if it cannot answer."""
+"""Errors that the dashboard returns for a request that it cannot answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events: a page is told which parts of which runs have changed, and asks for what it shows."""
+"""Server-sent events: a page learns which parts of which runs have changed, and requests what it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is: its row in the listing, its summary and the doctor's findings."""
+"""The state of a run: its row in the listing, its summary and the doctor's findings."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class RolloutFiles:
     """The files of one source. Of files of the same step, only the newest one counts: the step was computed again."""
 
     def __init__(self, run: Path, source: Source, resumes: Callable[[], Resumes] = Resumes) -> None:
-        """``resumes`` tells what the run's metrics say about resumes now."""
+        """``resumes`` returns what the run's metrics say about resumes now."""
         self.source = source
         self.folder = run / FOLDERS[source]
         self._resumes = resumes
@@ -215,7 +215,7 @@ class OpenFile:
         return self._guarded(lambda: self._parquet.read(columns=wanted, use_threads=False))
 
     def is_large(self, row: int, least: int = _FEW_BYTES) -> bool:
-        """Whether a row has so many tokens that its columns should not all be in memory at once."""
+        """Whether a row has too many tokens to have all its columns in memory at once."""
         begin, metadata = 0, self._parquet.metadata
         for group in range(metadata.num_row_groups):
             if begin <= row < begin + metadata.row_group(group).num_rows:

@@ -262,7 +262,7 @@ def _source(value: Any, where: str, folder: Path | None, settings: MediaSettings
 
 
 def _key(source: bytes | Path | Image) -> Hashable:
-    """What tells a source from others: of a file its path, size and time, of everything else a hash."""
+    """The key that identifies a source: path, size and time of a file, a hash of everything else."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).digest()
     if isinstance(source, Path):

@@ -76,7 +76,7 @@ def take_message_media(messages: Sequence[Message]) -> tuple[list[Message], list
 
 
 def with_digests(messages: Sequence[Message], media: Media) -> list[Message]:
-    """The messages of a prompt, whose parts of images and videos are told by the digests of ``media``.
+    """The messages of a prompt, whose parts of images and videos are identified by the digests of ``media``.
 
     The messages stay as they are if they have another number of such parts.
     """

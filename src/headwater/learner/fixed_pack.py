@@ -3,7 +3,7 @@
     shape = PassShape.of(pack)
     inputs = FixedInputs.of(pack, shape)        # tensors of fixed sizes, in main memory like the pack
 
-Tokens that fill up are sequences of their own, at the end of the pack. Nothing attends to them, no result is read from
+Tokens that fill up are separate sequences at the end of the pack. Nothing attends to them, no result is read from
 them, and their gradient is zero, so the results are those of the pack itself.
 """
 

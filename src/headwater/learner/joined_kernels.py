@@ -1,4 +1,4 @@
-"""What is between joined products (``joined_layers``), for training on CUDA.
+"""Kernels for the operations between joined products (``joined_layers``), for training on CUDA.
 
 ``rotated_heads`` separates queries, keys and values that one product has computed, and rotates the first two in
 float32, rounded once. ``gated`` computes ``silu(gate) * up`` of ``[tokens, 2 * width]``, gate first. SiLU is rounded

@@ -57,7 +57,7 @@ def add_adapters(model: Any, config: LoraConfig, *, seed: int = 0) -> None:
 
 
 def _targets(model: Any, wanted: Sequence[str]) -> list[str] | str:
-    """What peft is told to adapt: in a vision model the layers of the language model, unless others are named.
+    """The layers that peft adapts: in a vision model those of the language model, unless others are named.
 
     A name that both parts have means the language model. The path of a layer of the tower means that layer.
     """

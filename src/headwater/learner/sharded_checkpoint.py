@@ -188,7 +188,7 @@ def save(folder: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks, *, 
 
 
 def _check_all_here(path: Path, index: _Index) -> None:
-    """All files of ``index`` are in ``path``. Ranks on other machines may have written to folders of their own."""
+    """All files of ``index`` are in ``path``. Ranks on other machines may have written to other folders."""
     files = sorted({piece.file for pieces in index.pieces.values() for piece in pieces})
     if missing := [file for file in files if not (path / file).is_file()]:
         more = f" and {len(missing) - _NUM_SHOWN} more" if len(missing) > _NUM_SHOWN else ""

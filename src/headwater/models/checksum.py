@@ -10,7 +10,7 @@
 
 The names, shapes and number types of the tensors and the bits of every number at its position determine the text. The
 device, the order of the tensors and their memory layout do not. The checksum detects mistakes; it is not secure against
-somebody who searches for two sets of weights with the same checksum.
+an attacker who searches for two sets of weights with the same checksum.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def sum_in_one_order(*, always: bool) -> None:
     """
     if always:  # torch asks for this one, whose buffers do not depend on what other streams do
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(always)
+    torch.use_deterministic_algorithms(always)  # type: ignore[no-untyped-call]
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
 
 

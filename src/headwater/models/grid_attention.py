@@ -63,7 +63,7 @@ class GridAttention:
 
 
 def _grid(starts: Tensor, longest: int, num_places: int) -> tuple[Tensor, Tensor]:
-    """``[segments, longest]`` places, which go on in other segments where one is shorter, and the lengths."""
+    """``[segments, longest]`` places, which continue in other segments where one is shorter, and the lengths."""
     lengths = starts[1:] - starts[:-1]
     places = starts[:-1, None] + torch.arange(longest, device=starts.device)
     return places.clamp(max=num_places - 1), lengths

@@ -45,7 +45,7 @@ def _of_damage(evidence: Evidence) -> Iterator[Finding]:
 
 def _of_checkpoints(evidence: Evidence) -> Iterator[Finding]:
     whole = evidence.newest_whole
-    older = f"the newest whole checkpoint is that of step {whole}" if whole is not None else "no checkpoint is whole"
+    older = f"the newest intact checkpoint is that of step {whole}" if whole is not None else "no checkpoint is intact"
     for step, damage in sorted(evidence.checkpoint_damage.items(), reverse=True):
         more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
         remedy = f"restore its files, or remove it; {older}"

@@ -67,7 +67,7 @@ class MediaStore:
 
 
 def describe(content: MediaContent) -> dict[str, Any]:
-    """What tells a content from others, and the names of its files."""
+    """The kind, the digest and the file names of a content, which identify it."""
     is_video = content.kind == "video"
     names = [
         f"{content.digest}{f'.{number}' if is_video else ''}.{_ending(frame)}"

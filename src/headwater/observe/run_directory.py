@@ -102,7 +102,7 @@ class RunDirectory:
 
     @property
     def id_file(self) -> Path:
-        """Random text that tells the run from others of the same name. Copies of the run have it too."""
+        """Random text that distinguishes the run from others of the same name. Copies of the run have it too."""
         return self.path / "run_id"
 
     @property

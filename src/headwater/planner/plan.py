@@ -161,7 +161,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """One split at one staleness."""
 
     split: Split
@@ -192,20 +192,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    by_split: tuple[Row, ...]
+    by_split: tuple[Candidate, ...]
     """All splits, colocated first, at the same staleness (a colocated step is synchronous), then those with fewer GPUs
     that are as fast."""
-    by_staleness: tuple[Row, ...]
+    by_staleness: tuple[Candidate, ...]
     """The best split of all GPUs at several values of ``rollout.max_staleness``."""
-    whole: Row
+    whole: Candidate
     """The best split of all GPUs: of those that are as fast as any, the one with the fewest learner GPUs."""
-    best: Row
+    best: Candidate
     """The best of ``by_split``: of those that are as fast as any, the one with the fewest GPUs."""
     notes: tuple[str, ...]
     source: str
 
     @property
-    def older(self) -> Row | None:
+    def older(self) -> Candidate | None:
         """The smallest staleness that is a tenth faster than the best split and nearly as fast as any other."""
         fastest = max((each.rate for each in self.by_staleness), default=0.0)
         enough = (each for each in self.by_staleness if each.rate > max(0.9 * fastest, 1.1 * self.best.rate))
@@ -231,9 +231,9 @@ def make_plan(
 ) -> Plan:
     """Simulate splits at the recipe's staleness (1 if that is 0), then the best split at all of ``staleness``."""
     at = workload.max_staleness or 1
-    seen: dict[tuple[Split, int], Row] = {}
+    seen: dict[tuple[Split, int], Candidate] = {}
 
-    def row(split: Split, max_staleness: int | None = None) -> Row:
+    def row(split: Split, max_staleness: int | None = None) -> Candidate:
         if max_staleness is None:
             max_staleness = 0 if split.is_colocated else at
         key = split, max_staleness
@@ -251,7 +251,7 @@ def make_plan(
             "learner.checkpoint_activations=true, lower learner.max_tokens_per_microbatch, or use lora.rank"
         )
     separate = [each for each in possible if not each.split.is_colocated]
-    by_staleness: list[Row] = []
+    by_staleness: list[Candidate] = []
     if separate:
         best_split = _best(separate).split
         by_staleness = [row(best_split, each) for each in sorted({*staleness, at})]
@@ -265,18 +265,18 @@ def make_plan(
     return Plan(tuple(by_split), tuple(by_staleness), whole, best, notes, costs.source)
 
 
-def _least(rows: Sequence[Row]) -> float:
+def _least(rows: Sequence[Candidate]) -> float:
     """The rate from which on a row counts as equal to the fastest."""
     return (1 - TOLERANCE) * max(each.rate for each in rows)
 
 
-def _best(rows: Sequence[Row]) -> Row:
+def _best(rows: Sequence[Candidate]) -> Candidate:
     least = _least(rows)
     equal = (each for each in rows if each.rate >= least)
     return min(equal, key=lambda each: (each.split.num_gpus, each.split.num_learner_gpus, -each.rate))
 
 
-def _with_fewer_gpus(rows: Sequence[Row], simulated: Callable[[Split], Row]) -> list[Row]:
+def _with_fewer_gpus(rows: Sequence[Candidate], simulated: Callable[[Split], Candidate]) -> list[Candidate]:
     """Splits with fewer GPUs that are as fast as the fastest of ``rows``, which use all of them."""
     least, fewest, found = _least(rows), rows[0].split.num_gpus, []
     separate = [each.split for each in rows if each.rate >= least and not each.split.is_colocated]
@@ -315,14 +315,14 @@ def predict(
     max_staleness: int,
     *,
     max_episodes: int | None = None,
-) -> Row:
+) -> Candidate:
     """Simulate one split at one staleness, with fewer steps if they have more than ``max_episodes`` together.
 
     None means as many as a plan of several splits can afford.
     """
     problem = model.problem(split)
     if problem:
-        return Row(split, max_staleness, None, problem)
+        return Candidate(split, max_staleness, None, problem)
     at = replace(workload, max_staleness=max_staleness)
     ahead = min(max_staleness, 8)
     most = max(_FEWEST_STEPS + 2, (max_episodes or _EPISODES_PER_SIMULATION) // workload.num_episodes)
@@ -331,5 +331,5 @@ def predict(
     try:
         predicted = simulate(at, model.costs(split), split.num_servers, num_steps=num_steps, warm_up=warm_up)
     except HeadwaterError as error:
-        return Row(split, max_staleness, None, str(error))
-    return Row(split, max_staleness, predicted, is_shortened=warm_up < 2 + ahead)
+        return Candidate(split, max_staleness, None, str(error))
+    return Candidate(split, max_staleness, predicted, is_shortened=warm_up < 2 + ahead)

@@ -1,6 +1,6 @@
 """Comparing mathematical answers in a process that can be killed.
 
-Symbolic comparison can take for ever: a model only has to write ``9^{9^{9^9}}``. ``verify`` therefore asks a separate
+Symbolic comparison may never end: a model only has to write ``9^{9^{9^9}}``. ``verify`` therefore asks a separate
 process (``verifier_process.py``) and always returns within a limit. An answer that exceeds it is not a failure of the
 reward but an answer that cannot be verified; the result says so.
 """

@@ -276,7 +276,7 @@ class JointTurns:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether ``agenerate`` may be called here: a workflow may have threads with event loops of their own."""
+        """Whether ``agenerate`` may be called here: a workflow may have threads with separate event loops."""
         return asyncio.get_running_loop() is self._loop
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:

@@ -110,7 +110,7 @@ def _trajectory_from_json(read: Mapping[str, Any], content_of: ReadContent | Non
     values = {name: from_json_safe(value) for name, value in read.items() if name != _MEDIA}
     records = read.get(_MEDIA, ())
     if records and content_of is None:
-        raise RunError("a rollout of the checkpoint has images or videos, and nothing tells where they are stored")
+        raise RunError("a rollout of the checkpoint has images or videos, and no record says where they are stored")
     media = tuple(placed_from_json(each, content_of(each)) for each in records if content_of is not None)
     return Trajectory(**values, media=media)
 

@@ -47,11 +47,11 @@ def check_client() -> None:
 
 
 class _IsLong(Exception):
-    """The work belongs into a thread for long work."""
+    """The work needs a thread for long work."""
 
 
 def continue_as_long_work() -> None:
-    """Tell that what follows may take seconds. If this thread is for short work, ``BodyReader`` does the work again
+    """Announce that what follows may take seconds. If this thread is for short work, ``BodyReader`` does the work again
     from its beginning in a thread for long work."""
     if _must_be_short.get():
         raise _IsLong

@@ -142,7 +142,7 @@ class McpConnection:
             message = _innermost(error)
             if not self._ready.done():
                 self._ready.set_exception(ConnectionError(f"{message}{errors.tail()}"))
-                self._ready.exception()  # asyncio would log it if nobody asks
+                self._ready.exception()  # asyncio would log it if no one reads it
             elif not self._closing.is_set():
                 logger.warning("MCP server %s: the connection ended: %s", self._address.name, message)
         finally:

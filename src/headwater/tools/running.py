@@ -115,7 +115,7 @@ class Slots:
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._release()
         if not task.cancelled():
-            task.exception()  # otherwise asyncio would log the error of a call that nobody waits for
+            task.exception()  # otherwise asyncio would log the error of a call that no one waits for
 
     def _cancel(self, task: asyncio.Task[T], on_late: Callable[[T], object] | None) -> None:
         task.cancel()

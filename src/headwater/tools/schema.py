@@ -41,7 +41,7 @@ class ToolSchema:
 
     def __post_init__(self) -> None:
         given: Any = self.function
-        if not isinstance(given, FunctionSchema):  # tools for verl construct it with records of their own
+        if not isinstance(given, FunctionSchema):  # tools for verl construct it with their own records
             made = ToolSchema.read({"function": given.model_dump() if hasattr(given, "model_dump") else given}, "tool")
             object.__setattr__(self, "function", made.function)
 

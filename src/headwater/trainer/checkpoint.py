@@ -185,7 +185,7 @@ class Checkpoints:
         self._copy(is_last=is_last)
 
     def _copy(self, *, is_last: bool) -> None:
-        """Bring the copy up to date. The checkpoint here is whole, so only the last copy must succeed."""
+        """Bring the copy up to date. The checkpoint here is complete, so only the last copy must succeed."""
         if self._mirror is None:
             return
         best = "" if self._best is None else self._place(self._best).name
@@ -243,7 +243,7 @@ class Checkpoints:
     def _disk_full(self, error: Exception, target: Path, num_written: int) -> DiskFull | None:
         before = self.latest()
         needed = num_written + (error.needed_bytes if isinstance(error, DiskFull) else 0)
-        kept = f"free some space (the checkpoint of step {step_of(before)} is whole)" if before else "free some space"
+        kept = f"free some space (the checkpoint of step {step_of(before)} is intact)" if before else "free some space"
         return disk_full(
             error,
             target,
@@ -321,7 +321,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def check_whole(run: RunDirectory, checkpoint: Path, *, part: str = "") -> None:
-    """Refuse a checkpoint that has a missing or changed file, and name the newest one that is whole.
+    """Refuse a checkpoint that has a missing or changed file, and name the newest one that is intact.
 
     With ``part``, such as ``model``, only that folder of it is checked. Otherwise the reference model is checked too.
     """
@@ -329,9 +329,9 @@ def check_whole(run: RunDirectory, checkpoint: Path, *, part: str = "") -> None:
         others = (step for step in reversed(saved_steps(run.checkpoints)) if step != step_of(checkpoint))
         whole = next((step for step in others if not damage(run.checkpoint(step), part=part)), None)
         remedy = (
-            "no other checkpoint of this run is whole, so it cannot be resumed"
+            "no other checkpoint of this run is intact, so it cannot be resumed"
             if whole is None
-            else f"the newest whole checkpoint is that of step {whole}; to use it, add --step {whole}"
+            else f"the newest intact checkpoint is that of step {whole}; to use it, add --step {whole}"
         )
         raise DamagedCheckpoint(f"damaged checkpoint: {_show(problems)}; {remedy}")
     if not part and run.reference.exists() and (problems := damage(run.reference)):

@@ -454,7 +454,7 @@ class Trainer:
         return self._checkpoints.has(self._state.step)
 
     def _save_after(self, error: Exception) -> None:
-        """Save what is consistent. ``error`` is what the user must see, so a failure to save is only said."""
+        """Save what is consistent. ``error`` is what the user must see, so a failure to save is only a message."""
         if isinstance(error, DiskFull | CopyFailed):
             return  # there is no space for a checkpoint either, or it is saved and only its copy is missing
         try:

@@ -106,7 +106,7 @@ class RolloutParts:
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
     """The engine or the servers of the config, if they can do what it asks for."""
     backend = BACKENDS.resolve(context.config.rollout.backend)
-    # If the class states what it can do, wrong settings are told before a model is loaded.
+    # If the class states what it can do, wrong settings are reported before a model is loaded.
     declared: Capabilities | None = getattr(backend, "declared_capabilities", None)
     if declared is not None and (problems := missing_capabilities(context.config, declared, replays=replays)):
         raise ConfigError(problems)

@@ -262,7 +262,7 @@ class PieceReceiver:
         try:
             for _ in buckets:
                 yield self._next()
-                if on_gpu:  # the engine copies on a stream of its own, and the buffer is received into again
+                if on_gpu:  # the engine copies on a separate stream, and the buffer is received into again
                     torch.cuda.current_stream(device).synchronize()
                 with self._changed:
                     self._num_held -= 1

@@ -35,7 +35,7 @@ def test_processes_that_a_launcher_started_separately_are_told(monkeypatch):
         assert notices() == []
         monkeypatch.setenv(variable, "4")
         (said,) = notices()
-        assert said.startswith(f"{variable} = 4: {program} has started 4 runs that do not know of each other")
+        assert said.startswith(f"{variable} = 4: {program} has started 4 independent runs")
         with monkeypatch.context() as patch:
             patch.setenv("WORLD_SIZE", "4")  # of torchrun, whose ranks know of each other
             assert notices() == []

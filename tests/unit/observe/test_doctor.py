@@ -558,7 +558,7 @@ def test_damaged_checkpoints_are_named_and_the_newest_whole_one_is_recommended(r
     weights.write_bytes(weights.read_bytes()[:500])
     diagnosis = examine(run)
     assert f"the checkpoint of step 12: {weights} has 500 bytes, not 1000" in problems(diagnosis)
-    assert "the newest whole checkpoint is that of step 8" in remedy(diagnosis, "damaged_checkpoint")
+    assert "the newest intact checkpoint is that of step 8" in remedy(diagnosis, "damaged_checkpoint")
     assert (diagnosis.damaged_steps, diagnosis.is_verified) == ((12,), True)
     assert diagnosis.resume == f"headwater train --resume {run.path} --step 8"
     for step in (4, 8):

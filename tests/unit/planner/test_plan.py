@@ -29,7 +29,7 @@ from headwater.planner.hardware import (
     roofline_costs,
     shape_of,
 )
-from headwater.planner.plan import TOLERANCE, Measured, Roofline, Row, Split, make_plan, splits
+from headwater.planner.plan import TOLERANCE, Candidate, Measured, Roofline, Split, make_plan, splits
 from headwater.planner.workload import Lengths, Workload
 
 H200 = GPUS["h200"]
@@ -238,7 +238,7 @@ def test_the_recommended_settings_are_accepted_and_use_all_gpus():
     ):
         given = [f"rollout.backend={backend}"]
         config = load_config(["quickstart"], given, was_accepted=True).config
-        settings = settings_of(Row(split, 0 if split.is_colocated else 2, None), config)
+        settings = settings_of(Candidate(split, 0 if split.is_colocated else 2, None), config)
         used = load_config(["quickstart"], [*given, *settings]).config
         if used.cluster.kind == "ray":
             num_ranks, count = used.cluster.learner.num_ranks, num_servers(used)

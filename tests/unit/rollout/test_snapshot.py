@@ -67,7 +67,7 @@ def test_images_are_stored_beside_the_snapshot(tmp_path):
     for content in snapshot.contents():
         store.add(content)
     assert RolloutSnapshot.from_json(snapshot.to_json(), again, store.read) == snapshot
-    with pytest.raises(RunError, match="nothing tells where they are stored"):
+    with pytest.raises(RunError, match="no record says where they are stored"):
         through_a_file(snapshot)
     for path in (tmp_path / "media").iterdir():
         path.write_bytes(b"other")

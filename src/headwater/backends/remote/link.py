@@ -47,7 +47,7 @@ class ServerInfo:
     device: str
     """``cpu`` or ``cuda``."""
     labels_tokens: bool
-    """Every response tells which label of weights produced which tokens, so that it may span an update."""
+    """Every response says which label of weights produced which tokens, so that it may span an update."""
     can_sleep: bool
     """It was started with the option for it, on a device that has it."""
     label: str = ""

@@ -104,10 +104,10 @@ class ServedWeights:
     labels: dict[str, int] = field(default_factory=dict)
     """The version behind every label of weights."""
     seen: str = ""
-    """The label in the last answer. If another program publishes the weights, only that tells that they changed."""
+    """The label in the last answer. If another program publishes the weights, only this label shows a change."""
 
     def cache_name(self, version: int) -> str:
-        """What tells the weights of a request, which is sent with ``version``, from others in the cache of prompts."""
+        """Identifies the weights of a request that is sent with ``version`` in the cache of prompts."""
         return str(version) if self.is_owned else self.seen
 
     def version_of(self, label: str) -> int | None:

@@ -1,4 +1,4 @@
-"""What brings a session its connection: a server that runs already, or one that the run starts and keeps alive."""
+"""Where a session gets its connection: from a server that runs already, or one that the run starts and keeps alive."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ class RouterEngine:
     # All servers
 
     def _restore(self, engine: InferenceEngine) -> None:
-        """Tell a server that is new or back what the others were told, also what they are told meanwhile."""
+        """Send a server that is new or back what the others have received, also what they receive meanwhile."""
         told: tuple[bool, frozenset[MemoryTag]] | None = None
         while told != (wanted := (self._is_paused, frozenset(self._asleep))):
             told = wanted

@@ -36,7 +36,7 @@ class Roster:
     """Its methods may be called from any thread. A thread looks at the servers about every ``health_every_s``."""
 
     def __init__(self, options: RouterOptions, restore: Callable[[InferenceEngine], None]) -> None:
-        """``restore`` tells a server that is new or back what the others were told."""
+        """``restore`` brings a server that is new or back into the state of the others."""
         self.options = options
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -72,7 +72,7 @@ class Roster:
         member = Member(server)
         check_alike(member, self.all())
         self._restore(member.engine)
-        member.ask()  # so that the status tells something before the first health check
+        member.ask()  # so that there is a status before the first health check
         with self.lock:
             self.check_open()
             if server.name in self.members:

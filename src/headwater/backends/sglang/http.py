@@ -40,7 +40,7 @@ class SglangDialect:
     since: tuple[int, int, int]
     """The first version."""
     labels_tokens: bool
-    """``meta_info.weight_versions`` tells which weights produced which tokens."""
+    """``meta_info.weight_versions`` says which weights produced which tokens."""
     has_pause_modes: bool
     """``/pause_generation`` takes a mode. Otherwise it always ends the running requests with the tokens they have."""
     has_seeds: bool

@@ -33,13 +33,13 @@ class VllmDialect:
     has_integer_logprobs: bool
     """Log-probs name their token by ``token_id``. Otherwise by ``token``, as ``token_id:17``."""
     labels_tokens: bool
-    """Every response tells which label of weights produced which tokens, so that it may span an update."""
+    """Every response says which label of weights produced which tokens, so that it may span an update."""
     batches_stream: bool
     """A request may say how many tokens a chunk of its stream has."""
     releases_cache_alone: bool
     """``/release_kv_cache_memory`` frees the KV cache and leaves the weights where they are."""
     takes_images: bool
-    """Images are sent with the tokens, as ``content_parts``, and the answer tells the expanded prompt."""
+    """Images are sent with the tokens, as ``content_parts``, and the answer contains the expanded prompt."""
 
 
 DIALECTS = (

@@ -33,7 +33,7 @@ _MOST_WAITING = 1000
 FINISH_LIMIT_S = 60.0
 """How long the end of a run waits for a tracker to send what is left."""
 
-Rows = Sequence[Mapping[str, Any]]
+TableRecords = Sequence[Mapping[str, Any]]
 
 
 class Tracker(Protocol):
@@ -54,7 +54,7 @@ class Tracker(Protocol):
         """
         ...
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         """Texts for people, such as validation samples. All rows have the same keys."""
         ...
 
@@ -213,7 +213,7 @@ class Trackers:
         for worker in self._workers:
             worker.put(lambda tracker: tracker.log(step, metrics))
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         for worker in self._workers:
             worker.put(lambda tracker: tracker.table(step, name, rows))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.observe.progress import Display
-from headwater.observe.trackers import TRACKERS, Rows
+from headwater.observe.trackers import TRACKERS, TableRecords
 
 
 @TRACKERS.register
@@ -28,7 +28,7 @@ class Console:
         if shown:
             self._say(f"step:{step} - " + " - ".join(shown))
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         for number, row in enumerate(rows, start=1):
             self._say(f"step:{step} - {name} {number}: " + ", ".join(f"{key}={text!r}" for key, text in row.items()))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.observe.trackers import TRACKERS, Rows
+from headwater.observe.trackers import TRACKERS, TableRecords
 
 
 @TRACKERS.register
@@ -29,7 +29,7 @@ class JsonLines:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append({"step": step, "metrics": dict(metrics)})
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         self._append({"step": step, "table": name, "rows": [dict(row) for row in rows]})
 
     def finish(self) -> None: ...

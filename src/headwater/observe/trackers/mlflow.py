@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.observe.trackers import TRACKERS, Rows, require
+from headwater.observe.trackers import TRACKERS, TableRecords, require
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 """In one call."""
@@ -54,7 +54,7 @@ class MLflow:
         for start in range(0, len(made), _MOST_METRICS):
             self._client.log_batch(self._run_id, metrics=made[start : start + _MOST_METRICS])
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         columns: dict[str, list[Any]] = {key: [row[key] for row in rows] for key in (rows[0] if rows else ())}
         columns["step"] = [step] * len(rows)
         self._client.log_table(self._run_id, columns, f"{_name(name)}.json")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.observe.trackers import TRACKERS, Rows, require
+from headwater.observe.trackers import TRACKERS, TableRecords, require
 
 
 @TRACKERS.register
@@ -32,7 +32,7 @@ class TensorBoard:
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         if rows:
             columns = list(rows[0])
             lines = [columns, ["---"] * len(columns), *([row[column] for column in columns] for row in rows)]

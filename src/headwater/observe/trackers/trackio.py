@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headwater.observe.trackers import TRACKERS, Rows, require
+from headwater.observe.trackers import TRACKERS, TableRecords, require
 
 
 @TRACKERS.register
@@ -34,7 +34,7 @@ class Trackio:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         import trackio
 
         columns = list(rows[0]) if rows else []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from headwater.observe.trackers import TRACKERS, Rows, require
+from headwater.observe.trackers import TRACKERS, TableRecords, require
 
 _STEP = "trainer/step"
 """The axis of all charts. The package's own step may not become smaller, which that of a resumed run does."""
@@ -63,7 +63,7 @@ class Wandb:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, _STEP: step})
 
-    def table(self, step: int, name: str, rows: Rows) -> None:
+    def table(self, step: int, name: str, rows: TableRecords) -> None:
         import wandb
 
         columns = list(rows[0]) if rows else []

@@ -4,7 +4,7 @@
 plain values come from the program. The tests' process prints one line of JSON at its end.
 
 A prompt may define classes, such as LeetCode's ListNode. Both processes have them, so their objects are sent as the
-values of their attributes, and the tests get objects of their own class.
+values of their attributes, and the tests get objects of the class in their process.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def _tests(job: dict[str, Any], secret: str) -> str:
 
 
 def _results(outcome: Outcome, secret: str) -> list[dict[str, Any]] | None:
-    """What the tests' process reported; None if it did not come to its end."""
+    """What the tests' process reported; None if it did not finish."""
     marked = [line for line in outcome.stdout.splitlines() if line.startswith(secret)]
     if not marked or not outcome.is_ok:
         return None
