@@ -78,8 +78,8 @@ def sum_in_one_order(*, always: bool) -> None:
     """
     if always:  # torch asks for this one, whose buffers do not depend on what other streams do
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(always)  # type: ignore[no-untyped-call]
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing reads it
+    torch.use_deterministic_algorithms(always)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
 
 
 def check_float16(config: Config) -> None:

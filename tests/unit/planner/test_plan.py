@@ -217,7 +217,7 @@ def test_servers_of_several_gpus_have_the_costs_of_the_backend_that_is_recommend
 def test_servers_on_other_machines_that_read_files_get_a_folder():
     def settings(split: Split, *given: str) -> list[str]:
         config = load_config(["quickstart"], ["rollout.backend=vllm", *given], was_accepted=True).config
-        return [each for each in settings_of(Row(split, 1, None), config) if "weight" in each]
+        return [each for each in settings_of(Candidate(split, 1, None), config) if "weight" in each]
 
     assert settings(Split(4, 4)) == [], "one machine"
     assert settings(Split(4, 5)) == ["rollout.weight_folder=/shared/weights"]
