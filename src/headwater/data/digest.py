@@ -20,7 +20,7 @@ from headwater.core.errors import DataError
 from headwater.data.videos import evenly
 
 MAX_ROWS = 10_000
-"""Rows that are compared, at equal distances. They are read in about half a second, however large the data are."""
+"""Rows that are compared, at equal distances. Of a million rows in Parquet, they are made within a second."""
 _MASK = 0xFFFFFFFF
 _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, pathlib.PurePath)
 REMEDY = (
