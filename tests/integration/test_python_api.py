@@ -14,7 +14,7 @@ import pytest
 from command import ROOT
 
 from headwater import Callback, Config, ConfigError, Engine, Result, StopTraining, Trainer, train
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import DataError, HeadwaterError
 from headwater.observe.run_directory import RunDirectory
 from headwater.workflows import Episode
 
@@ -96,6 +96,13 @@ def test_a_stopped_run_is_resumed_with_the_same_objects_and_refused_without_them
     assert (first.step, first.is_finished) == (1, True)
     again = train(data=ROWS, reward=zero, resume=first.path, **small(tmp_path))
     assert (again.path, again.step) == (first.path, 2)
+    swapped = [ROWS[0], *ROWS[2:], ROWS[1]]
+    with pytest.raises(
+        DataError, match=r"data.train: the rows are .* in another order: 35 of 36 rows moved, the first"
+    ):
+        train(data=swapped, reward=zero, resume=first.path, **small(tmp_path, trainer={"total_steps": 3}))
+    with pytest.raises(DataError, match=r"num_rows = 36 in the checkpoint, 9 now.*resume with the data as they were"):
+        train(data=ROWS[:9], reward=zero, resume=first.path, **small(tmp_path, trainer={"total_steps": 3}))
     text = (first.path / "config.yaml").read_text()
     assert "python:zero" in text
     assert "python:rows" in text

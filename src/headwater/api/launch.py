@@ -306,6 +306,7 @@ def _fit(
                 rollout.reads_column,
                 rollout.runs_code,
                 rollout.unread_settings,
+                takes_media=training.takes_media,
             ),
         ]
         texts = [str(each) for each in notices]

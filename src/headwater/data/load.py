@@ -54,6 +54,16 @@ class MixedDataset(PromptDataset, Protocol):
         ...
 
 
+@runtime_checkable
+class DigestedDataset(PromptDataset, Protocol):
+    """A dataset whose rows a resumed run compares with those of its checkpoint. A custom class may have this method as
+    well; without it, only the number of rows is compared."""
+
+    def row_digest(self, index: int, /) -> int:
+        """A number that depends on the content of a row, and is the same in every process. Its lower 32 bits count."""
+        ...
+
+
 def load_dataset(
     config: DataConfig,
     tokenizer: Tokenizer,

@@ -15,6 +15,8 @@ from headwater.core.registry import is_path
 from headwater.data.load import PromptDataset
 
 _NUM_ROWS = 16
+_OF_MEDIA = ("min_image_pixels", "max_image_pixels", "video_frames_per_s", "max_video_frames", "allow_remote_media")
+"""Settings of ``data`` that only rows with images or videos, and tools that return some, read."""
 _NOT_MISSED = frozenset({"ability", "id", "index", "prompt", "split", "uid"})
 """Columns that describe a row for people; no program is expected to read them."""
 
@@ -26,16 +28,21 @@ def data_notices(
     reads_column: Callable[[str], bool],
     runs_code: Callable[[Prompt], bool],
     unread_settings: Callable[[Prompt], Collection[str]] = lambda prompt: (),
+    *,
+    takes_media: bool = True,
 ) -> list[Notice]:
     """``template`` is the tokenizer's chat template. ``reads_column`` is whether the reward function takes a column.
     ``runs_code`` is whether a tool, or the scorer of a prompt, runs code in the sandbox. ``unread_settings`` are those
-    of ``reward`` that have no effect on the scorers of a prompt.
+    of ``reward`` that have no effect on the scorers of a prompt. ``takes_media`` is whether the model takes images.
 
     Some rows, spread over the dataset, stand for all.
     """
     every = max(1, len(dataset) // _NUM_ROWS)
     prompts = [dataset[row] for row in range(0, len(dataset), every)[:_NUM_ROWS]]
     notices = list(_template_arguments(config.data.chat_template_args, template))
+    notices += _endless_periods(config, len(dataset))
+    if not takes_media and not config.data.dataset:  # a custom class may read all settings of data
+        notices += _unread_media(config)
     if not any(map(runs_code, prompts)):
         notices += _unread_sandbox(config)
     notices += _unread_reward(config, [frozenset(unread_settings(prompt)) for prompt in prompts])
@@ -56,6 +63,32 @@ def _template_arguments(arguments: Mapping[str, Any], template: Any) -> Iterator
             yield Notice(
                 f"data.chat_template_args.{name}",
                 "has no effect, because the model's chat template does not mention it; remove it, or check its name",
+            )
+
+
+def _endless_periods(config: Config, num_prompts: int) -> Iterator[Notice]:
+    """Periods in epochs of which not one ends within the run. The number of prompts is not known earlier."""
+    trainer = config.trainer
+    if trainer.total_epochs:  # the checks compare epochs with epochs, before the data are read
+        return
+    num_epochs = trainer.total_steps * trainer.num_prompts_per_step / num_prompts
+    for key in ("eval.every_epochs", "trainer.checkpoint_every_epochs"):
+        if value_at(config, key) > num_epochs:
+            yield Notice(
+                f"{key} = {value_at(config, key)}",
+                f"has no effect, because trainer.total_steps = {trainer.total_steps} is {num_epochs:.3g} passes over "
+                f"{num_prompts} training prompts; use {key.replace('epochs', 'steps')}, or more steps",
+            )
+
+
+def _unread_media(config: Config) -> Iterator[Notice]:
+    for name in _OF_MEDIA:
+        key = f"data.{name}"
+        if value_at(config, key) != settings(Config)[key].default():
+            yield Notice(
+                f"{key} = {show(value_at(config, key))}",
+                f"has no effect, because model.path = {config.model.path} takes only text; remove it, or use a vision "
+                "model",
             )
 
 

@@ -23,6 +23,7 @@ from headwater.core.errors import DataError
 from headwater.core.media import MediaProcessor
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
+from headwater.data.digest import row_digest
 from headwater.data.measure import choose_num_workers, measure_lengths
 from headwater.data.prompt_builder import PromptBuilder, ToolsOfRow
 from headwater.data.row_store import PlacedRow, RowStore, SupportsRows
@@ -107,6 +108,12 @@ class RLHFDataset:
             DataPart(label, start, stop, (given.weight or 1.0) if is_mixed else None)
             for label, given, start, stop in zip(self._labels, self._sources, [0, *stops], stops, strict=False)
         )
+
+    def row_digest(self, index: int) -> int:
+        """A number that depends on the row as its source has it, before it is rendered."""
+        # A class that derives from this one may have another length.
+        row = self._read_row(self._kept[index % len(self._kept)]).row
+        return row_digest(row, (self._config.image_key, self._config.video_key))
 
     def _rows_of_sources(self, seed: int) -> Sequence[int]:
         """The numbers of the rows that ``max_rows`` of each source leaves."""

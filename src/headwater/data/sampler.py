@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headwater.core.errors import DataError
+from headwater.data.digest import REMEDY
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class ShufflingSampler:
                 f"sampler state: {', '.join(missing)} missing; the checkpoint is damaged or has another format"
             )
         for key, remedy in (
-            ("num_rows", "the data, its filter or the tokenizer changed since the checkpoint"),
+            ("num_rows", f"the rows of data.train, their filter or the tokenizer changed since; {REMEDY}"),
             ("seed", "set run.seed to the checkpoint's"),
             ("shuffle", "set data.shuffle to the checkpoint's"),
         ):

@@ -51,9 +51,21 @@ class RolloutSnapshot:
         )
 
     @classmethod
-    def from_json(cls, text: str, again: DrawAgain, content_of: ReadContent | None = None) -> RolloutSnapshot:
-        """``content_of`` gives the contents back that were stored; a snapshot without media needs none."""
+    def from_json(
+        cls,
+        text: str,
+        again: DrawAgain,
+        content_of: ReadContent | None = None,
+        *,
+        use_cursor: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> RolloutSnapshot:
+        """``content_of`` gives the contents back that were stored; a snapshot without media needs none.
+
+        ``use_cursor`` receives the cursor before ``again`` draws from the data, and may refuse them.
+        """
         read = json.loads(text)
+        if use_cursor is not None:
+            use_cursor(read["cursor"])
         return cls(
             cursor=read["cursor"],
             ledger=read["ledger"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,12 +10,17 @@ from typing import Any, Protocol
 from headwater.core.errors import HeadwaterError
 from headwater.core.records import Prompt
 from headwater.core.requests import derive_key
-from headwater.data.load import MixedDataset, PromptDataset
+from headwater.data.digest import check_same, digests_of, from_text, to_text
+from headwater.data.load import DigestedDataset, MixedDataset, PromptDataset
 from headwater.data.rlhf_dataset import RLHFDataset
 from headwater.data.sampler import MixingSampler, Sampler, ShufflingSampler
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
+
+logger = logging.getLogger(__name__)
+
+_DIGESTS = "rows"
 
 
 class PromptSource(Protocol):
@@ -32,7 +38,8 @@ class PromptSource(Protocol):
 
 
 class PromptStream:
-    """The endless stream of training prompts, in the order of the sampler. Its state is the sampler's state."""
+    """The endless stream of training prompts, in the order of the sampler. Its state has the sampler's, and digests of
+    the rows."""
 
     def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool) -> None:
         self._dataset = dataset
@@ -40,6 +47,7 @@ class PromptStream:
         self._parts = dataset.parts if isinstance(dataset, MixedDataset) else ()
         self._mixing = MixingSampler(self._parts, seed, shuffle) if any(part.weight for part in self._parts) else None
         self._sampler: Sampler = self._mixing or ShufflingSampler(len(dataset), seed, shuffle)
+        self._digests = self._state_of_rows()
         self._prepared: dict[int, Prompt] = {}
         """Prompts that are built already, by their rows. Only a cache: a resumed run builds them again."""
 
@@ -78,10 +86,33 @@ class PromptStream:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._sampler.state_dict())
+        return {**self._sampler.state_dict(), **self._digests}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position. Raise an error if its rows were others."""
         self._sampler.load_state_dict(state)
+        if _DIGESTS in state:
+            self._check_rows(state[_DIGESTS])
+        elif self._digests:
+            logger.warning(
+                "the checkpoint has no digests of its rows, as those of earlier versions: only the number of rows was "
+                "compared, not whether the data are the same"
+            )
+
+    def _state_of_rows(self) -> dict[str, str]:
+        dataset = self._dataset
+        if not isinstance(dataset, DigestedDataset):
+            return {}
+        return {_DIGESTS: to_text(digests_of(dataset.row_digest, len(dataset)))}
+
+    def _check_rows(self, saved: str) -> None:
+        """The number of rows is that of the checkpoint. It decides which of them are compared."""
+        dataset, before = self._dataset, from_text(saved)
+        if isinstance(dataset, DigestedDataset):
+            now = from_text(self._digests[_DIGESTS])
+            if len(now) != len(before):  # another version of Headwater compares another number of rows
+                now = digests_of(dataset.row_digest, len(dataset), len(before))
+            check_same(before, now, len(dataset), lambda index: dataset[index].uid)
 
 
 class RolloutSource(Protocol):

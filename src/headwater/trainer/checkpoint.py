@@ -19,7 +19,8 @@ from headwater.core.waits import wait_for_future
 from headwater.observe.manifest import MANIFEST, Damage, damage, num_bytes, seal
 from headwater.observe.media_store import MediaStore
 from headwater.observe.run_directory import RunDirectory, saved_steps, set_aside
-from headwater.rollout.snapshot import DrawAgain, RolloutSnapshot
+from headwater.rollout.snapshot import RolloutSnapshot
+from headwater.rollout.source import PromptStream
 
 if TYPE_CHECKING:
     from headwater.config.schema import TrainerConfig
@@ -345,12 +346,17 @@ def _show(problems: tuple[Damage, ...]) -> str:
     return str(problems[0]) + (f" (and {len(problems) - 1} more files)" if len(problems) > 1 else "")
 
 
-def read_state(checkpoint: Path, again: DrawAgain) -> TrainerState:
-    """``again`` draws the prompts of rollouts that were not trained on yet."""
+def read_state(checkpoint: Path, prompts: PromptStream) -> TrainerState:
+    """``prompts`` continues from the checkpoint, and draws the prompts of rollouts that were not trained on yet."""
     try:
         rest = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         text = (checkpoint / "rollouts.json").read_text(encoding="utf-8")
-        rollouts = RolloutSnapshot.from_json(text, again, MediaStore(checkpoint / MEDIA_FOLDER).read)
+        rollouts = RolloutSnapshot.from_json(
+            text,
+            prompts.again,
+            MediaStore(checkpoint / MEDIA_FOLDER).read,
+            use_cursor=prompts.load_state_dict,
+        )
         return TrainerState(rollouts=rollouts, **rest)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpoint(

@@ -27,6 +27,8 @@ class TrainingParts:
     train_data: PromptDataset
     learner: Learner
     experience: ExperienceMaker
+    takes_media: bool = False
+    """Whether the model takes images."""
 
 
 def build_training(
@@ -78,7 +80,7 @@ def build_training(
     experience = ExperienceMaker(
         config, advantage, corrections, _kl_controller(algorithm), learner, tokenizer.pad_token_id
     )
-    return TrainingParts(config, train_data, learner, experience)
+    return TrainingParts(config, train_data, learner, experience, takes_media=processor is not None)
 
 
 def with_total_steps(config: Config, num_prompts: int) -> Config:

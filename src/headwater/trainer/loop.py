@@ -128,7 +128,7 @@ class Trainer:
 
     def restore(self, checkpoint: Path) -> None:
         """Continue from ``checkpoint``. The rollouts' engine gets its weights, which are compared with the ledger's."""
-        state = read_state(checkpoint, self._stream.again)
+        state = read_state(checkpoint, self._stream)
         self._learner.load(checkpoint)
         published = self._send(state.step)
         check_weights(self._run, state.step, self._checksum(published.trained))
@@ -140,7 +140,6 @@ class Trainer:
         if self._config.algorithm.kl_target > 0:
             # Without a controller, the coefficient is the config's, which may have changed.
             self._training.experience.kl.coefficient = state.kl_coefficient
-        self._stream.load_state_dict(state.rollouts.cursor)
         self._rollouts.restore(state.rollouts, state.step)
         self._state = state
         self._saved_step = state.step

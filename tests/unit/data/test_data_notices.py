@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import tiny
 
+from headwater.config.load import load_config
 from headwater.config.schema import Config, RewardConfig
 from headwater.data.notices import data_notices
 from headwater.observe.spans import Spans
@@ -83,3 +84,38 @@ def test_reward_settings_that_no_scorer_reads():
     assert said(rows[1:], where="event_loop") == ["reward.timeout_s = 5.0"], "it blocks the event loop"
     assert said(rows, functions={"a": {"function": "exact_match"}, "b": {"function": "math"}}) == []
     assert said(rows, function="exact_match", max_retries=0, where="processes") == ["reward.timeout_s = 5.0"]
+
+
+def test_settings_of_images_that_a_text_model_does_not_read():
+    def said(*overrides: str, takes_media: bool = False) -> list[str]:
+        config = load_config(None, ["trainer.num_prompts_per_step=1", *overrides]).config
+        told = data_notices(
+            [tiny.prompt()], config, None, lambda name: True, lambda prompt: True, takes_media=takes_media
+        )
+        assert all("has no effect, because model.path = " in each.text for each in told)
+        return [each.subject for each in told]
+
+    assert said() == []
+    given = ["data.max_image_pixels=1000", "data.video_frames_per_s=3"]
+    assert said(*given) == ["data.max_image_pixels = 1000", "data.video_frames_per_s = 3.0"]
+    assert said(*given, takes_media=True) == []
+    assert said(*given, "data.dataset=mine.py:Rows") == []
+
+
+def test_periods_in_epochs_that_are_longer_than_the_run():
+    def said(total_steps: int, *overrides: str) -> list[str]:
+        config = load_config(None, ["trainer.num_prompts_per_step=2", *overrides]).config
+        config = replace(config, trainer=replace(config.trainer, total_steps=total_steps))
+        rows = [tiny.prompt()] * 4
+        return [str(each) for each in data_notices(rows, config, None, lambda name: True, lambda prompt: True)]
+
+    (told,) = said(5, "eval.every_epochs=3")
+    assert told == (
+        "eval.every_epochs = 3: has no effect, because trainer.total_steps = 5 is 2.5 passes over 4 training prompts; "
+        "use eval.every_steps, or more steps"
+    )
+    assert said(6, "eval.every_epochs=3") == []
+    assert said(5, "eval.every_epochs=3", "trainer.total_epochs=3") == [], "the last epoch ends with the run"
+    (told,) = said(3, "trainer.checkpoint_every_epochs=2")
+    assert told.startswith("trainer.checkpoint_every_epochs = 2: has no effect")
+    assert told.endswith("use trainer.checkpoint_every_steps, or more steps")

@@ -84,7 +84,10 @@ def test_state_is_tiny_for_any_dataset():
 
 
 OTHER_STATES = [
-    ({"num_rows": 9}, "num_rows = 9 in the checkpoint, 10 now; the data, its filter or the tokenizer changed"),
+    (
+        {"num_rows": 9},
+        "num_rows = 9 in the checkpoint, 10 now; the rows of data.train, their filter or the tokenizer changed",
+    ),
     ({"seed": 4}, "seed = 4 in the checkpoint, 0 now; set run.seed"),
     ({"shuffle": False}, "shuffle = False in the checkpoint, True now"),
     ({"position": 10}, "position = 10 with 10 rows; the checkpoint is damaged"),

@@ -67,7 +67,7 @@ class Handle:
 
 
 def notebook(monkeypatch) -> list[str]:
-    """The outputs of a cell. IPython is no dependency, so its function is replaced."""
+    """The outputs of a cell. ``tests/integration/test_notebook.py`` has a real one."""
     output: list[str] = []
 
     def display(data, *, raw: bool = False, display_id: bool = False) -> Handle | None:
