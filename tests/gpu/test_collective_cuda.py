@@ -45,7 +45,7 @@ class GpuLink:
 def test_every_bit_arrives_from_gpu_to_gpu(encoding, monkeypatch):
     order = SendOrder("g", "127.0.0.1", 1, 1, "bfloat16", "nccl", bucket_bytes=2**16, encoding=encoding)
     passed: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-    monkeypatch.setattr(Link, "connect", lambda meeting, rank, size: GpuLink(passed, sends=not rank))
+    monkeypatch.setattr(Link, "connect", lambda meeting, rank, size, gpu="": GpuLink(passed, sends=not rank))
     sender = PieceSender(0)
     assert not sender.connect(order).failure
     member = GroupMember.join(order, 1, 1)

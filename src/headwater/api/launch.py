@@ -287,6 +287,7 @@ def _fit(
                 check_prompts=rollout.check_prompts,
                 tools=rollout.tools_of_row,
             )
+        stack.enter_context(closing(training.learner))
         # A resumed run makes its own plan, so the config that is kept has none of this one.
         config = replace(training.config, engine=config.engine, learner=config.learner)
         training = replace(training, config=config)
