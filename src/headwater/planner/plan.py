@@ -278,7 +278,8 @@ def _best(rows: Sequence[Candidate]) -> Candidate:
 
 def _with_fewer_gpus(rows: Sequence[Candidate], simulated: Callable[[Split], Candidate]) -> list[Candidate]:
     """Splits with fewer GPUs that are as fast as the fastest of ``rows``, which use all of them."""
-    least, fewest, found = _least(rows), rows[0].split.num_gpus, []
+    found: list[Candidate] = []
+    least, fewest = _least(rows), rows[0].split.num_gpus
     separate = [each.split for each in rows if each.rate >= least and not each.split.is_colocated]
     if separate:
         # A split is as fast as its slower side, and each of these two numbers was enough for its side.
@@ -290,7 +291,11 @@ def _with_fewer_gpus(rows: Sequence[Candidate], simulated: Callable[[Split], Can
         if both.num_gpus < fewest and (row := simulated(both)).rate >= least:
             found.append(row)
             fewest = both.num_gpus
-    while (fewest := fewest // 2) and (row := simulated(Split(fewest, fewest, is_colocated=True))).rate >= least:
+    each_server = rows[0].split.num_server_gpus
+    while (fewest := fewest // 2) >= each_server:
+        row = simulated(Split(fewest, fewest // each_server, each_server, is_colocated=True))
+        if row.rate < least:
+            break
         found.append(row)
     return found
 
