@@ -116,7 +116,6 @@ READ_ELSEWHERE = {
     f"{UNIT}/learner/test_working_copies.py": ("learner.convert_at_once",),
     f"{UNIT}/learner/test_joined_training.py": ("learner.join_projections",),
     f"{UNIT}/trainer/test_step_metrics.py": ("trainer.profile.ranks", "trainer.profile.memory"),
-    f"{UNIT}/cluster/test_group.py": ("learner.rank_timeout_s",),
     f"{UNIT}/cluster/test_ray_actor.py": ("cluster.wait_for_nodes_s", "cluster.object_store_mib"),
     f"{UNIT}/cluster/test_resources.py": (
         "cluster.learner.num_ranks", "cluster.learner.cpus_per_rank", "cluster.learner.strategy",

@@ -37,9 +37,9 @@ class RunConfig:
     seed: Annotated[int, AtLeast(0)] = 0
     """Seed of initial weights, data order and every sampled token."""
     deterministic: bool = False
-    """Make the run bitwise repeatable, also after a resume, on the same kind of device. Turns on engine.deterministic
-    (and on a GPU, torch's deterministic algorithms), and join_projections and cuda_graphs off. With
-    rollout.max_staleness > 0, batches are taken in order."""
+    """Make the run bitwise repeatable, also after a resume, on the same kind of device. Uses engine.deterministic and
+    deterministic sums, without join_projections and cuda_graphs. With rollout.max_staleness > 0, batches are taken in
+    order."""
 
 
 @dataclass(frozen=True)
