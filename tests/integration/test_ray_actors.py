@@ -1,9 +1,10 @@
-"""Actors of a real Ray: tools with their state and their failures, and actors that end."""
+"""Actors of a real Ray: tools with their state and their failures, actors that end, and a rank that is stopped."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,12 @@ def test_a_reward_actor_that_ends_is_started_again_and_its_calls_are_repeated_on
     pids = {number: (folder / f"{number} deaths").read_text().split() for number in (0, 1, 2)}
     assert (len(pids[1]), len(pids[2])) == (2, 2), "once more, and not again"
     assert len({*pids[1], *pids[2], pids[0][-1]}) == 4, "the actors of one start and of three restarts"
+
+
+def test_a_rank_that_is_stopped_is_named_at_the_limit_of_its_call_and_ended(results):
+    stopped = results["stopped rank"]
+    limit = rf"\(learner\.rank_timeout_s = {ray_actors.HUNG_S:g}\)"
+    who = rf"rank 1 \(node \S+, process {stopped['pid']}\) does not answer \(.*\)"
+    told = rf"gave up after {ray_actors.HUNG_S:g} s: 2 ranks execute offload {limit}; {who}"
+    assert re.fullmatch(told, stopped["failure"]), stopped["failure"]
+    assert stopped["error"] == f"RankFailed: {stopped['failure']}"
