@@ -19,6 +19,7 @@ import forked
 import pytest
 import torch
 from integration import two_ranks
+from integration.books import check_books
 from integration.command import ROOT, SMALL, environment_of_ranks, is_gone, metrics, train_here, train_on_two
 from integration.two_ranks import (
     CASES,
@@ -39,6 +40,8 @@ from headwater.observe.doctor import examine
 from headwater.observe.run_directory import RunDirectory
 
 LIMIT_S = 1200.0
+HUNG_S = 60
+"""Much longer than any call of these runs takes on a busy machine, such as building the model."""
 SOON_S = 300.0
 """A killed rank ends the run within a minute, or later on a busy machine: long before ``learner.rank_timeout_s``."""
 NOTICED_S = 60.0
@@ -215,10 +218,11 @@ def started(tmp_path) -> Iterator:
     """Starts a run on two ranks in the background; nothing of it is left behind."""
     processes: list[subprocess.Popen] = []
 
-    def start(*arguments: object) -> subprocess.Popen:
+    def start(*arguments: object, end_s: int = 30) -> subprocess.Popen:
+        """``end_s`` is how long torchrun waits for processes that it has asked to end; its default."""
         log = (tmp_path / "log").open("w")
         process = subprocess.Popen(
-            torchrun("-m", "headwater", "train", *arguments),
+            torchrun("--shutdown-timeout", end_s, "-m", "headwater", "train", *arguments),
             cwd=ROOT,
             env=environment_of_ranks(),
             stdout=log,
@@ -267,38 +271,45 @@ LONG = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed rank", "stopped run"])
+@pytest.mark.parametrize("how", ["killed rank", "hung rank", "stopped run"])
 def test_a_run_ends_with_all_its_ranks(tmp_path, started, how):
     run, log = RunDirectory(tmp_path / "quickstart"), tmp_path / "log"
-    process = started(*LONG, f"run.root={tmp_path}")
-    wait_for(run.checkpoint_steps, "a checkpoint", log)
+    limit, end_s = ([f"learner.rank_timeout_s={HUNG_S}"], 5) if how == "hung rank" else ([], 30)
+    process = started(*LONG, *limit, f"run.root={tmp_path}", end_s=end_s)
+    wait_for(lambda: run.checkpoint_steps() or process.poll() is not None, "a checkpoint", log)
     ranks = ranks_of(process.pid)
-    assert sorted(ranks) == [0, 1]
+    assert sorted(ranks) == [0, 1], log.read_text()
     if how == "killed rank":
         os.kill(ranks[1], signal.SIGKILL)
         killed_at = time.monotonic()
         wait_for(lambda: "error: rank 1: its process has ended" in log.read_text(), "the message", log)
         assert time.monotonic() - killed_at < SOON_S
     else:
-        process.send_signal(signal.SIGTERM)
+        os.kill(*((ranks[1], signal.SIGSTOP) if how == "hung rank" else (process.pid, signal.SIGTERM)))
     assert process.wait(LIMIT_S) != 0
     for pid in ranks.values():
         wait_for(lambda pid=pid: is_gone(pid), f"the end of process {pid}", log)
-    text = log.read_text()
+    text = " ".join(log.read_text().split())
     if how == "killed rank":
         assert time.monotonic() - killed_at < SOON_S
-        assert re.search(r"error: rank 1: its process has ended .*, noticed at most \S+ s\s+later", text, re.DOTALL)
+        assert re.search(r"error: rank 1: its process has ended .*, noticed at most \S+ s later", text)
         (told,) = [each.state for each in examine(run).ranks if not each.is_alive]
         found = re.search(r", noticed at most (\S+) s later; the run ended at most (\S+) s later", told)
         assert found, told
         noticed_s, ended_s = map(float, found.groups())
         assert 0 <= noticed_s < NOTICED_S
         assert noticed_s <= ended_s < SOON_S
+    elif how == "hung rank":
+        limit = rf"\(learner\.rank_timeout_s = {HUNG_S}\)"
+        told = rf"error: gave up after {HUNG_S} s: 2 ranks execute \w+ {limit}; rank 1: no sign of life for \d+ s \("
+        assert re.search(told, text), text
     else:
         assert "Stopping: saving step" in text
+    assert examine(run).ledger.missing == 0
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == ["quickstart"]
     last = run.checkpoint_steps()[-1]
     train_here("--resume", run.path, f"trainer.total_steps={last + 1}")
+    check_books(run.path, last + 1)
     steps = metrics(run.path, "train")
     assert steps[-1]["step"] == last + 1
     train_here(*SMALL, f"run.root={tmp_path / 'alone'}", "trainer.total_steps=1")

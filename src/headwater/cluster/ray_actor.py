@@ -63,6 +63,10 @@ class ActorProcess:
         return redirect_output(folder, token, self._name)
 
     @ray.method(concurrency_group="side")  # type: ignore[untyped-decorator]
+    def answer(self) -> None:
+        """Returns at once, unless the process is stopped."""
+
+    @ray.method(concurrency_group="side")  # type: ignore[untyped-decorator]
     def until_end(self) -> None:
         """Never returns: the call fails when the actor ends."""
         threading.Event().wait()

@@ -44,6 +44,8 @@ _GRACE_S = 10.0
 """How long the other ranks have to report the same error, after one rank has failed."""
 _CAUSE_S = 5.0
 """How long Ray may take to notice that the process of a rank has ended."""
+_ANSWER_S = 10.0
+"""A rank that does not answer for this long is named if a call does not end."""
 _SLOW_CALL_S = 300.0
 """A call that takes longer is logged. Updates of large batches take minutes."""
 _LOOK_S = 0.5
@@ -182,7 +184,9 @@ class RayRanks:
                     soft_limit_s=_SLOW_CALL_S,
                 )
         except WaitTimeout as error:
-            self._failure = f"{error} (learner.rank_timeout_s = {self._timeout_s:g}); one of the ranks does not answer"
+            who = self._quiet() or "one of the ranks does not answer"
+            told = f"{error} (learner.rank_timeout_s = {self._timeout_s:g}); {who}"
+            self._failure = self._failure or told
             raise RankFailed(self._failure) from error
         return self._values(futures)
 
@@ -236,9 +240,19 @@ class RayRanks:
 
     def _told(self) -> str:
         """Which ranks have ended, and why, with their places."""
-        where = [f" ({place})" for place in self._places] or [""] * self.num_ranks
-        told = [f"rank {rank}{where[rank]} has ended: {each.cause}" for rank, each in self._ended().items()]
+        told = [f"{self._named(rank)} has ended: {each.cause}" for rank, each in self._ended().items()]
         return "; ".join(told) or "a rank has ended"
+
+    def _quiet(self) -> str:
+        """Which ranks answer nothing, with their places; empty if all of them answer."""
+        asked = [actor.answer.remote() for actor in self._actors]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+        quiet = [self._named(rank) for rank, each in enumerate(asked) if each not in answered]
+        why = "its process has not started or is stopped, or its node hangs"
+        return "; ".join(f"{each} does not answer ({why})" for each in quiet)
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} ({self._places[rank]})" if self._places else f"rank {rank}"
 
     def _ended(self) -> dict[int, EndedRank]:
         for rank, life in enumerate(self._lives):

@@ -341,7 +341,8 @@ class TorchrunGroup:
                     soft_limit_s=_SLOW_CALL_S if self.rank == 0 else math.inf,
                 )
         except WaitTimeout as error:
-            self._failure = f"{error} (learner.rank_timeout_s = {limit_s:g}); one of the ranks does not answer"
+            who = self._watch.quiet() or "one of the ranks does not answer"
+            self._failure = f"{error} (learner.rank_timeout_s = {limit_s:g}); {who}"
             raise RankFailed(self._failure) from error
         try:
             return future.result()

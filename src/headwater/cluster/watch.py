@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _SILENCE_S = 45.0
 """A rank on another machine that gives no sign of life for this long has ended."""
+_QUIET_S = 10.0
+"""A rank that gives no sign of life for this long is named if a call does not end."""
 _LOOK_S = 1.0
 _STOP_S = 10.0
 
@@ -35,6 +37,8 @@ class RankWatch:
         self._gone: dict[int, EndedRank] = {}
         self._alive_at = dict.fromkeys(self._watched, time.time())
         self._last_sign: dict[int, tuple[bytes, float]] = {}
+        self._silent_s: dict[int, float] = {}
+        """How old the last sign of life of each rank was when it was last looked for."""
         self._stop = threading.Event()
         self.on_gone: Callable[[], None] = lambda: None
         machine = _machine()
@@ -80,6 +84,12 @@ class RankWatch:
                     self._gone[rank] = EndedRank.noticed(cause, self._alive_at[rank])
             return dict(self._gone)
 
+    def quiet(self) -> str:
+        """Which ranks give no sign of life, and for how long; empty if all of them do."""
+        why = "its process is stopped, or its machine does not answer"
+        quiet = ((rank, seconds) for rank, seconds in self._silent_s.items() if seconds > _QUIET_S)
+        return "; ".join(f"rank {rank}: no sign of life for {seconds:.0f} s ({why})" for rank, seconds in quiet)
+
     def stop(self) -> bool:
         """Whether the thread has ended. If the interpreter ended first, a call of the store would abort the process."""
         self._stop.set()
@@ -103,15 +113,19 @@ class RankWatch:
                 return
 
     def _listen(self) -> None:
-        """Look for signs of life of ranks on other machines, whose processes cannot be seen from here."""
+        """Look for signs of life. The process of a rank on another machine cannot be seen from here, so its silence
+        means that it has ended."""
         for rank in self._watched:
-            if self._processes[rank] is not None or not self._store.check([f"alive/{rank}"]):
+            if not self._store.check([f"alive/{rank}"]):
                 continue
-            sign, now = self._store.get(f"alive/{rank}"), time.monotonic()
+            is_elsewhere, sign, now = self._processes[rank] is None, self._store.get(f"alive/{rank}"), time.monotonic()
             last, since = self._last_sign.get(rank, (b"", now))
             if sign != last:
-                self._last_sign[rank], self._alive_at[rank] = (sign, now), time.time()
-            elif now - since > _SILENCE_S:
+                self._last_sign[rank], since = (sign, now), now
+                if is_elsewhere:
+                    self._alive_at[rank] = time.time()
+            self._silent_s[rank] = now - since
+            if is_elsewhere and now - since > _SILENCE_S:
                 cause = f"no sign of life for {_SILENCE_S:.0f} s (its process or its machine has ended)"
                 with self._lock:
                     self._gone[rank] = EndedRank.noticed(cause, self._alive_at[rank])

@@ -1,4 +1,4 @@
-"""What an actor of tools answers. The class runs in this process; ``integration/test_ray_tools.py`` has real actors."""
+"""What an actor of tools answers. Its class runs in this process; ``integration/test_ray_actors.py`` has real ones."""
 
 from __future__ import annotations
 

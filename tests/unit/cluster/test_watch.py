@@ -1,11 +1,11 @@
-"""The watch of ranks on other machines, which are known only by their signs of life."""
+"""The watch of ranks that give no sign of life. Those on other machines are known only by these signs."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,13 +17,13 @@ from headwater.cluster.watch import RankWatch
 
 
 @contextmanager
-def watched(monkeypatch) -> Iterator[list[RankWatch]]:
+def watched(monkeypatch, num_machines: int = 2) -> Iterator[list[RankWatch]]:
     """Rank 0 and rank 1, each as on its own machine."""
     store, machines = HashStore(), threading.local()
     monkeypatch.setattr(watch, "_machine", lambda: machines.name)
 
     def start(rank: int) -> RankWatch:
-        machines.name = f"machine {rank}"
+        machines.name = f"machine {rank % num_machines}"
         return RankWatch(store, rank, 2)
 
     with ThreadPoolExecutor(2) as pool:
@@ -54,3 +54,26 @@ def test_a_silent_rank_on_another_machine_has_ended_within_a_minute(monkeypatch)
             assert began_at - silence_s <= first.ended()[1].alive_at <= time.time() - silence_s / 3
 
     long_enough(check, 1.5, 15.0)
+
+
+def test_a_rank_that_is_silent_although_its_process_lives_is_named(monkeypatch):
+    monkeypatch.setattr(watch, "_LOOK_S", 0.05)
+
+    def check(quiet_s: float) -> None:
+        monkeypatch.setattr(watch, "_QUIET_S", quiet_s)
+        with watched(monkeypatch, num_machines=1) as (first, second):
+            until(lambda: len(first._silent_s) == 1)
+            assert first.quiet() == ""
+            second.stop()
+            until(first.quiet)
+            assert re.fullmatch(r"rank 1: no sign of life for \d+ s \(its process is stopped, .*\)", first.quiet())
+            assert not first.gone(), "it may only be suspended, so the limit of its call decides"
+
+    long_enough(check, 1.0, 15.0)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,8 +1,8 @@
-"""What ``test_ray_tools.py`` runs: tools in actors of a Ray that this process starts.
+"""What ``test_ray_actors.py`` runs: tools, scoring functions and ranks in actors of a Ray that this process starts.
 
-    python tests/integration/ray_tools.py FOLDER
+    python tests/integration/ray_actors.py FOLDER
 
-Writes ``FOLDER/results.json``. The file also has the tools.
+Writes ``FOLDER/results.json``. The file also has the tools and the scoring function.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from headwater.cluster import keep_ray_local
 from headwater.core.errors import DataError
+from headwater.core.processes import process_start
 from headwater.tools.base import BaseTool, ToolUnavailable
 
 TIMEOUT_S = 60
 """Of a call: much longer than a busy machine takes to start the sandbox of the tool ``python``, or to notice the end of
 an actor. One call of the test takes this long."""
+LIMIT_S = 600.0
+HUNG_S = 5.0
+"""How long the call to a rank that is stopped may take."""
 
 
 class Counter(BaseTool):
@@ -136,6 +142,49 @@ async def use(folder: Path, tools: Any, config: Any) -> dict[str, Any]:
     return results
 
 
+def compute_score(folder: str, num_deaths: int) -> float:
+    """Ends its actor in its first ``num_deaths`` calls, each of which leaves a line."""
+    calls = Path(folder) / f"{num_deaths} deaths"
+    with calls.open("a") as file:
+        file.write(f"{os.getppid()}\n")
+    if len(calls.read_text().split()) <= num_deaths:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(LIMIT_S)  # the end of its actor ends this process
+    return 0.5
+
+
+async def score(folder: Path, pool: Any) -> dict[str, Any]:
+    """The replies to calls during which the actor ends so many times, the first of them with another call beside it."""
+    from headwater.rewards.functions import Failure, RemoteFunction
+
+    function = RemoteFunction(f"{__file__}:compute_score", {}, False)
+
+    async def call(num_deaths: int) -> Any:
+        arguments = {"folder": str(folder), "num_deaths": num_deaths}
+        reply = await pool.call(function, arguments, None, LIMIT_S)
+        return asdict(reply) if isinstance(reply, Failure) else [each.value for each in reply]
+
+    return {"died once": await asyncio.gather(call(1), call(0)), "died twice": await call(2), "later": await call(0)}
+
+
+def stop_a_rank(ranks: Any) -> dict[str, Any]:
+    """What a call says whose second rank is a process that is stopped. Returns when the processes have ended."""
+    from integration import failing_ranks
+
+    learner = ranks.build(failing_ranks.build, SimpleNamespace(config=None, learner=()))
+    learner.offload()
+    pids = [place.pid for place in ranks.places]
+    os.kill(pids[1], signal.SIGSTOP)
+    ranks._timeout_s = HUNG_S
+    error = failing_ranks.error_of(learner.offload)
+    ranks.close()
+    deadline = time.monotonic() + LIMIT_S
+    while any(process_start(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process of a rank has not ended"
+        time.sleep(0.1)
+    return {"pid": pids[1], "error": error, "failure": learner.status().failure}
+
+
 def main(folder: Path) -> None:
     keep_ray_local()
     from headwater.cluster.ray import RayCluster
@@ -144,8 +193,9 @@ def main(folder: Path) -> None:
     here = Path(__file__)
     uses = f"tools.use=[{here}:Counter, {here}:fail, {here}:draw, python]"
     settings = [
-        "cluster=ray", "cluster.object_store_mib=100", "cluster.learner.cpus_per_rank=0.25",
-        "cluster.rollout.cpus_per_server=0.25", "cluster.tools.num_actors=2", "cluster.tools.cpus_per_actor=0.25",
+        "cluster=ray", "cluster.object_store_mib=100", "cluster.learner.num_ranks=2",
+        "cluster.learner.cpus_per_rank=0.1", "cluster.rollout.cpus_per_server=0.1", "cluster.tools.num_actors=2",
+        "cluster.tools.cpus_per_actor=0.1", "cluster.reward.num_actors=1", f"reward.function={here}:compute_score",
         "rollout.workflow=tool_agent", uses, f"tools.timeout_s={TIMEOUT_S}", "tools.parser=hermes",
         "data.max_image_pixels=3136",
     ]  # fmt: skip
@@ -153,8 +203,10 @@ def main(folder: Path) -> None:
     config = load_config("quickstart", settings).config
     cluster = RayCluster.join(config)
     try:
-        tools = cluster.tools()
+        tools, pool = cluster.tools(), cluster.reward_pool()
         results = asyncio.run(use(folder, tools, config))
+        results["rewards"] = asyncio.run(score(folder, pool))
+        results["stopped rank"] = stop_a_rank(cluster._ranks)
     finally:
         cluster.close()
     (folder / "results.json").write_text(json.dumps(results))
