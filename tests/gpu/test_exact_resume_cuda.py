@@ -13,6 +13,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "integration"))
 from command import same_weights, train_here, weights
 
+from headwater.core.requests import SamplingParams
+from headwater.engine.sampler import SamplingBatch, distribution
+from headwater.models.device import sum_in_one_order, sums_restored
+
 COMMON = [
     "run.deterministic=true", "eval.before=false", "eval.after=false", "eval.every_steps=0", "warm_start.num_steps=20",
     "warm_start.until_reward=0", "trainer.total_steps=6", "trainer.checkpoint_every_steps=3",
@@ -23,6 +27,7 @@ CASES = {
     "bfloat16": ["quickstart", "model.dtype=bfloat16"],
     "async": ["quickstart", "rollout.max_staleness=2"],
     "critic": ["quickstart", "ppo"],
+    "corrected": ["quickstart", "algorithm.corrections=[m2po]"],
     "adapters": ["quickstart-lora"],
 }
 
@@ -47,3 +52,13 @@ def test_a_resumed_run_ends_with_the_same_bits(case, tmp_path):
     assert checksums(resumed) == checksums(first)
     assert same_weights(weights(resumed, 6), weights(first, 6))
     assert not torch.are_deterministic_algorithms_enabled(), "other runs of this process are as fast as before"
+
+
+def test_distributions_with_deterministic_kernels_are_those_without():
+    logits = torch.randn(16, 1000, generator=torch.Generator().manual_seed(0)).cuda() * 3
+    params = [SamplingParams(1, top_p=0.7, top_k=40 * (row % 2)) for row in range(16)]
+    batch = SamplingBatch.build(params, list(range(16)), torch.device("cuda"))
+    plain = distribution(logits, batch)
+    with sums_restored():
+        sum_in_one_order()
+        torch.testing.assert_close(distribution(logits, batch), plain)

@@ -30,7 +30,9 @@ NAMES = ("plain", "adapters", "critic and reference", "pictures", "bfloat16")
 
 
 def environment() -> dict[str, str]:
-    return {**environment_of_ranks(), one_gpu.VARIABLE: "1", "OMP_NUM_THREADS": "2"}
+    # torchrun sets the last one, with which torch ends a process whose operation has failed.
+    told = {one_gpu.VARIABLE: "1", "OMP_NUM_THREADS": "2", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    return {**environment_of_ranks(), **told}
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -246,7 +246,7 @@ def _fit(
     from headwater.config.python_values import python_objects
     from headwater.data.notices import data_notices
     from headwater.learner.build import LearnerSpec
-    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype
+    from headwater.models.device import auto_dtype, resolve_device, resolve_dtype, sums_restored
     from headwater.observe.progress import Display
     from headwater.observe.run_directory import RunDirectory
     from headwater.observe.run_lock import RunLock
@@ -266,6 +266,7 @@ def _fit(
     resuming = run is not None
     attempts.run, attempts.max_restarts = run, config.cluster.max_restarts
     with ExitStack() as lock, ExitStack() as stack:
+        stack.enter_context(sums_restored())
         site = stack.enter_context(open_site(config, is_restart=attempts.num_restarts > 0))
         config = site.config
         model_path = str(checkpoint.absolute() / "model") if checkpoint else config.model.path

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,12 +120,8 @@ def find_model(urls: Sequence[str], key: str) -> str:
 
 def _ask_model(url: str, key: str) -> str:
     for call in ("/model_info", "/get_model_info"):  # the second is its name before SGLang 0.5.6
-        try:
+        with suppress(urllib.error.HTTPError):  # a server that does not know the call, or whose gateway refuses it
             told = _ask(url + call, key)
-        except urllib.error.HTTPError as error:
-            if error.code != 404:
-                raise
-        else:
             # SGLang's model_path becomes the folder of the weights that it was given last.
             return str(told.get("tokenizer_path") or told["model_path"])
     served = _ask(url + "/v1/models", key)["data"][0]  # vLLM, and most other servers

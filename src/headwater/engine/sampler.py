@@ -261,7 +261,7 @@ class _Prefix:
         cls, ordered: Tensor, order: Tensor, is_top: Tensor, probabilities: Tensor, batch: SamplingBatch
     ) -> _Prefix:
         # top-p applies to the tokens that top-k kept, as is conventional.
-        before = probabilities.cumsum(dim=-1) - probabilities
+        before = _running_sum(probabilities) - probabilities
         keep = is_top & (before < batch.top_p[:, None])
         keep &= ordered.exp() >= batch.min_p[:, None] * ordered[:, :1].exp()
         keep[:, 0] = True
@@ -279,6 +279,14 @@ class _Prefix:
         """The renormalised log-probs of all tokens, in the order of their ids."""
         kept = torch.where(self.keep, self.ordered, -torch.inf).log_softmax(dim=-1)
         return torch.full_like(logprobs, -torch.inf).scatter(-1, self.order, kept)
+
+
+def _running_sum(probabilities: Tensor) -> Tensor:
+    """Along every row. In a run that asks torch for deterministic kernels, of integers: there is none for floats."""
+    if not (probabilities.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return probabilities.cumsum(dim=-1)
+    in_steps = (probabilities.double() * 2.0**52).long().cumsum(dim=-1)
+    return (in_steps.double() * 2.0**-52).to(probabilities.dtype)
 
 
 def _most_likely(logprobs: Tensor, width: int) -> tuple[Tensor, Tensor]:

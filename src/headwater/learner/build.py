@@ -107,7 +107,7 @@ def _repeatable(config: Config) -> Config:
     if not config.run.deterministic:
         return config
     if resolve_device(config.model.device).type == "cuda":
-        sum_in_one_order(always=True)
+        sum_in_one_order()
     return replace(config, learner=replace(config.learner, join_projections=False, cuda_graphs="off"))
 
 

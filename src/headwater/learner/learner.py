@@ -46,7 +46,7 @@ from headwater.learner.rank_files import reporting, see_folder, wait_for_ranks
 from headwater.learner.reward_model import RewardModel
 from headwater.learner.step_sums import FLOPS, GAP
 from headwater.models.checksum import checksum
-from headwater.models.device import DTYPES, sum_in_one_order
+from headwater.models.device import DTYPES
 from headwater.models.save import WeightsToSave, save_model
 from headwater.weights.memory import in_buckets
 
@@ -196,7 +196,9 @@ class LocalLearner:
         from headwater.weights.pieces import PieceSender  # only runs that send weights in this way need it
 
         if self._sender is None:
-            self._sender = PieceSender(self.actor.engine.ranks.index)
+            device = self.actor.engine.device
+            gpu = str(device) if device.type == "cuda" else ""
+            self._sender = PieceSender(self.actor.engine.ranks.index, gpu)
         report = self._sender.connect(order)
         self.connected = None if report.failure else order
         return [report]
@@ -389,8 +391,6 @@ class LocalLearner:
             self._sender.close()
         for engine in self._engines():
             engine.close()
-        if self.config.run.deterministic and self.actor.engine.device.type == "cuda":
-            sum_in_one_order(always=False)  # of the next run in this process
 
     @property
     def _is_first(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -71,15 +72,34 @@ def with_dtype(config: Config) -> Config:
     return replace(config, model=replace(config.model, dtype=name))
 
 
-def sum_in_one_order(*, always: bool) -> None:
-    """Whether the sums of a backward pass on a GPU are the same bits every time, in this whole process.
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
-    An operation of torch that has no such kernel then raises an error that names it.
+
+def sum_in_one_order() -> None:
+    """From now on, gradients on a GPU are the same bits every time, in this whole process.
+
+    An operation of torch that has no such kernel then raises an error that names it. ``sums_restored`` ends this.
     """
-    if always:  # torch asks for this one, whose buffers do not depend on what other streams do
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(always)
+    os.environ.setdefault(_CUBLAS, ":4096:8")  # torch before 2.13 refuses matrix products without it
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
+
+
+@contextmanager
+def sums_restored() -> Iterator[None]:
+    """At its end, torch sums in the way in which it did before."""
+    is_on, only_warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(_CUBLAS)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        if workspace is None:
+            os.environ.pop(_CUBLAS, None)
 
 
 def check_float16(config: Config) -> None:

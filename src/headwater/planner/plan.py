@@ -291,12 +291,14 @@ def _with_fewer_gpus(rows: Sequence[Candidate], simulated: Callable[[Split], Can
         if both.num_gpus < fewest and (row := simulated(both)).rate >= least:
             found.append(row)
             fewest = both.num_gpus
-    each_server = rows[0].split.num_server_gpus
-    while (fewest := fewest // 2) >= each_server:
-        row = simulated(Split(fewest, fewest // each_server, each_server, is_colocated=True))
-        if row.rate < least:
-            break
-        found.append(row)
+    each_server, num_gpus = rows[0].split.num_server_gpus, rows[0].split.num_gpus
+    while num_servers := (num_gpus := num_gpus // 2) // each_server:
+        split = Split(num_servers * each_server, num_servers, each_server, is_colocated=True)
+        if split.num_gpus < fewest:
+            row = simulated(split)
+            if row.rate < least:
+                break
+            found.append(row)
     return found
 
 

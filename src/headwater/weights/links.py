@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol, get_args
@@ -146,9 +146,12 @@ class Link:
         They meet in the store before, so that none begins alone. One that ends in the middle of this still leaves the
         others waiting, so another thread waits for it.
         """
-        limit_s = self._meeting.limit_s
+        deadline = time.monotonic() + self._meeting.limit_s
         tensor = torch.zeros(1, device=self.device)
-        begun: Future[Pending] = Future()
+        begun: Future[_Work] = Future()
+
+        def left_s() -> float:
+            return max(_POLL_S, deadline - time.monotonic())
 
         def begin() -> None:
             try:
@@ -159,9 +162,9 @@ class Link:
 
         try:
             store.set(f"here/{rank}", "")
-            store.wait([f"here/{each}" for each in range(size)], timedelta(seconds=limit_s))
+            store.wait([f"here/{each}" for each in range(size)], timedelta(seconds=left_s()))
             threading.Thread(target=begin, name="headwater-weights-connect", daemon=True).start()
-            begun.result(limit_s).wait()
+            replace(begun.result(left_s()), limit_s=left_s()).wait()
         except TimeoutError:
             self.close()
             raise WeightsError("NCCL has not connected all members") from None
@@ -169,7 +172,7 @@ class Link:
             self.close()
             raise
 
-    def broadcast(self, tensor: torch.Tensor) -> Pending:
+    def broadcast(self, tensor: torch.Tensor) -> _Work:
         """Send the tensor if this is number 0, otherwise receive into it. Returns before that has happened."""
         group = self._group
         if group is None:
@@ -177,7 +180,8 @@ class Link:
         options = BroadcastOptions()
         options.rootRank = 0
         try:
-            return _Work(group.broadcast([tensor], options), self._meeting)
+            work = group.broadcast([tensor], options)
+            return _Work(work, polls=self._meeting.backend == "nccl", limit_s=self._meeting.limit_s)
         except (RuntimeError, ValueError) as error:
             raise _failure(error) from error
 
@@ -193,25 +197,26 @@ class Link:
         leaving.start()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Work:
     work: Any
-    meeting: Meeting
+    polls: bool
+    """Whether ``work`` waits without a limit for a member that has ended, as NCCL does."""
+    limit_s: float
 
     def wait(self) -> None:
         try:
-            if self.meeting.backend == "nccl":
+            if self.polls:
                 self._poll()
             self.work.wait()  # raises if an operation of NCCL has failed
         except RuntimeError as error:
             raise _failure(error) from error
 
     def _poll(self) -> None:
-        """NCCL waits for a member that has ended without a limit."""
-        deadline = time.monotonic() + self.meeting.limit_s
+        deadline = time.monotonic() + self.limit_s
         while not self.work.is_completed():
             if time.monotonic() > deadline:
-                raise WeightsError(f"weights: a bucket was not sent within {self.meeting.limit_s:g} s")
+                raise WeightsError(f"weights: a bucket was not sent within {self.limit_s:g} s")
             time.sleep(_POLL_S)
 
 
@@ -243,15 +248,19 @@ _environment = threading.Lock()
 
 @contextmanager
 def _failures_are_errors() -> Iterator[None]:
-    """By default torch ends the process of a member if an operation fails or hangs. A learner outlives its engines."""
+    """torch would end the process of a member if an operation fails or hangs, also because torchrun sets one of these
+    variables. A learner outlives its engines."""
     with _environment:
-        own = {name: value for name, value in _REPORT_FAILURES.items() if name not in os.environ}
-        os.environ.update(own)
+        before = {name: os.environ.get(name) for name in _REPORT_FAILURES}
+        os.environ.update(_REPORT_FAILURES)
         try:
             yield
         finally:
-            for name in own:
-                del os.environ[name]
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def _release(holder: list[Any], aborts: bool) -> None:

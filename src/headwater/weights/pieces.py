@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +55,10 @@ def cut(parcels: Iterable[Parcel], itemsize: int, max_bytes: int) -> list[list[P
 class PieceSender:
     """One rank's end. Its group stays connected from one update to the next."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, gpu: str = "") -> None:
+        """``gpu`` is the one that the rank trains on, for NCCL."""
         self._rank = rank
+        self._gpu = gpu
         self._link: Link | None = None
         self._group = ""
         self._delta = DeltaWriter()
@@ -66,7 +68,7 @@ class PieceSender:
         self.close()
         meeting = Meeting(order.host, order.port, f"{order.group}/{self._rank}", order.backend, order.limit_s)
         try:
-            self._link = Link.connect(meeting, 0, 1 + order.num_receivers)
+            self._link = Link.connect(meeting, 0, 1 + order.num_receivers, self._gpu)
         except WeightsError as error:
             return SendReport(failure=str(error))
         self._group = order.group
@@ -194,16 +196,20 @@ class GroupMember:
     @classmethod
     def join(cls, order: SendOrder, number: int, num_senders: int, gpu: str = "") -> GroupMember:
         """Become receiver ``number``, from 1, of every rank of the learner. ``gpu`` is the engine's, for NCCL."""
-        links: list[Link] = []
-        try:
-            for rank in range(num_senders):
-                meeting = Meeting(order.host, order.port, f"{order.group}/{rank}", order.backend, order.limit_s)
-                links.append(Link.connect(meeting, number, 1 + order.num_receivers, gpu))
-        except BaseException:
-            for link in links:
-                link.close()
-            raise
-        return cls(order.group, links, DeltaReader())
+
+        def connect(rank: int) -> Link:
+            meeting = Meeting(order.host, order.port, f"{order.group}/{rank}", order.backend, order.limit_s)
+            return Link.connect(meeting, number, 1 + order.num_receivers, gpu)
+
+        # At the same time, because every rank waits for this engine with the same limit.
+        with ThreadPoolExecutor(num_senders, thread_name_prefix="headwater-weights-join") as threads:
+            joining = [threads.submit(connect, rank) for rank in range(num_senders)]
+        if error := next((each.exception() for each in joining if each.exception()), None):
+            for each in joining:
+                if not each.exception():
+                    each.result().close()
+            raise error
+        return cls(order.group, [each.result() for each in joining], DeltaReader())
 
     def close(self) -> None:
         for link in self.links:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from aiohttp import web
+from backends.group_member import GroupMember
 from player import serving
 from tiny import model, tokenizer
 
@@ -46,7 +46,6 @@ from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
 from headwater.weights import collective
-from headwater.weights.links import Link, Meeting
 from headwater.weights.publish import publish
 
 ANSWER = {
@@ -241,7 +240,7 @@ class Player:
         self.calls: list[str] = []
         self.keys: list[str | None] = []
         """``extra_key`` of the requests."""
-        self.received: dict[str, torch.Tensor] = {}
+        self.member = GroupMember()
         self.before: list[Callable[[], None]] = []
         """Called before the next answers."""
         self.refused: dict[str, list[int]] = {}
@@ -255,7 +254,6 @@ class Player:
         self.labels_tokens = False
         self.on_call: Callable[[str], None] = lambda path: None
         """Called with the path of every call before it is answered."""
-        self._groups: dict[str, Link] = {}
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/generate", self.generate), web.route("*", "/{path:.*}", self.control)]
@@ -324,24 +322,13 @@ class Player:
         if path == "/abort_request":
             self.held[body["rid"]].set()
         if path == "/init_weights_update_group":
-            await self._join(body)
+            await self.member.join(body)
         elif path == "/update_weights_from_distributed":
-            await self._receive(body)
+            await self.member.receive(body)
         self.label = body.get("weight_version", self.label)
         if path == "/release_memory_occupation":
             return web.json_response(None)
         return web.json_response({"success": True, "message": ""})
-
-    async def _join(self, body: dict[str, Any]) -> None:
-        name = body["group_name"]
-        meeting = Meeting(body["master_address"], body["master_port"], name, body["backend"], 300.0)
-        self._groups[name] = await asyncio.to_thread(Link.connect, meeting, body["rank_offset"], body["world_size"])
-
-    async def _receive(self, body: dict[str, Any]) -> None:
-        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            await asyncio.to_thread(lambda: self._groups[body["group_name"]].broadcast(tensor).wait())  # noqa: B023
-            self.received[name] = tensor
 
 
 @contextmanager
@@ -462,7 +449,7 @@ def test_weights_travel_over_a_process_group():
         engine.update_weights(WeightUpdate(2, shapes, two)).result(60)
         expected = ["pause_generation abort", "update_weights_from_distributed", "update_weights_from_distributed 2"]
         assert player.calls[5:8] == expected, "the group is used again, and only the last call completes the version"
-        assert all(torch.equal(player.received[name], weights[name]) for name in names)
+        assert all(torch.equal(player.member.received[name], weights[name]) for name in names)
         assert set(ask(engine).output_versions) == {2}
         player.label, player.seed = "default", 43  # another process, which is in no group
         until_needed(engine)
@@ -481,7 +468,7 @@ def test_newer_versions_take_tensors_between_two_calls():
         engine.update_weights(WeightUpdate(2, shapes, [list(weights.items())])).result(60)
         again = ["end_weight_update", "begin_weight_update", "update_weights_from_distributed 2", "end_weight_update"]
         assert player.calls[8:12] == again
-        assert all(torch.equal(player.received[name], tensor) for name, tensor in weights.items())
+        assert all(torch.equal(player.member.received[name], tensor) for name, tensor in weights.items())
 
 
 def test_a_server_whose_requests_are_kept_is_continued_before_it_ends_them():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -263,3 +264,13 @@ def test_parcels_that_do_not_cover_a_tensor_are_refused():
     assert own_address("127.0.0.1") == "127.0.0.1"
     with pytest.raises(WeightsError, match="no route"):
         own_address("no-such-host.invalid")
+
+
+def test_variables_of_nccl_are_changed_only_while_a_group_is_made(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    with links._failures_are_errors():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ

@@ -16,8 +16,8 @@ def m2po(inputs: CorrectionInputs, *, threshold: Annotated[float, MoreThan(0)] =
     stays."""
     kept_index = inputs.mask.flatten().nonzero()[:, 0]
     squares, order = inputs.log_ratio.flatten()[kept_index].square().sort()
-    counts = torch.arange(1, len(squares) + 1, device=squares.device)
-    below = squares.cumsum(dim=0) / counts < threshold
+    # On the CPU, where the sum always has the same order. The device has to be waited for anyway.
+    below = squares.cpu().cumsum(dim=0) / torch.arange(1, len(squares) + 1) < threshold
     # The running means of sorted squares never fall, so the number below the threshold is the number that may stay.
     num_kept = max(int(below.sum()), 1)
     mask = torch.zeros_like(inputs.mask).flatten()
