@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 
@@ -88,16 +89,15 @@ def sum_in_one_order() -> None:
 @contextmanager
 def sums_restored() -> Iterator[None]:
     """At its end, torch sums in the way in which it did before."""
-    is_on, only_warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    fills, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get(_CUBLAS)
+    settings: Any = torch.utils.deterministic
+    is_on, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get(_CUBLAS)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
-        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        settings.fill_uninitialized_memory = fills
         if workspace is None:
             os.environ.pop(_CUBLAS, None)
 
