@@ -212,16 +212,17 @@ class RayCluster:
     def weight_transfer(self) -> WeightTransfer | None:
         """How weights reach servers on other machines; None if the config decides or all nodes are this machine."""
         config = self._config
+        told, folder = config.rollout.weight_transfer, config.rollout.weight_folder
         is_one_machine = {node.name for node in _nodes()} == {ActorPlace.here().address}
-        if is_one_machine or config.rollout.weight_transfer != "auto" or not num_servers(config):
+        if is_one_machine or not num_servers(config) or not (told == "auto" or (told == "file" and not folder)):
             return None
-        usable = {"collective"} | ({"file"} if config.rollout.weight_folder else set())
+        usable = {"collective"} | ({"file"} if folder else set())
         known: tuple[WeightTransfer, ...] = get_args(WeightTransfer)
         transfers = [each for each in known if each in usable and each in backend_traits(config).transfers]
-        if not transfers:
+        if told == "file" or not transfers:
             raise ConfigError(
                 [
-                    "rollout.weight_transfer = auto: the Ray cluster has several machines, and the servers of "
+                    f"rollout.weight_transfer = {told}: the Ray cluster has several machines, and the servers of "
                     f"rollout.backend = {config.rollout.backend} on other machines read weights from files; set "
                     "rollout.weight_folder to a folder that all nodes see"
                 ]

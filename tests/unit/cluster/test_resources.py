@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from headwater.cluster import ray as ray_cluster
 from headwater.cluster.resources import Need, Node, Room, needs_of, num_servers, shortages, without_gpus
 from headwater.config.load import load_config
+from headwater.core.errors import ConfigError
 
 BIG = Node("10.0.0.1", Room(cpus=8, gpus=4), {"zone": "a"})
 SMALL = Node("10.0.0.2", Room(cpus=2), {"zone": "b"})
@@ -101,3 +103,23 @@ def test_every_setting_of_an_actor_is_part_of_what_it_needs():
     assert (reward.count, reward.each) == (5, Room(cpus=6))
     assert (tools.count, tools.each) == (7, Room(cpus=8))
     assert [dict(need.labels) for need in (learner, servers, reward, tools)] == [{"zone": name} for name in "abcd"]
+
+
+def test_weights_reach_servers_on_other_machines(monkeypatch):
+    place = ray_cluster.ActorPlace(BIG.name, "n", 1)
+    monkeypatch.setattr(ray_cluster.ActorPlace, "here", lambda: place)
+
+    def chosen(*settings: str):
+        config = ray_config("rollout.placement=disaggregated", *settings)
+        return ray_cluster.RayCluster(config, []).weight_transfer()
+
+    told = ("rollout.backend=vllm", "rollout.weight_transfer=file")
+    monkeypatch.setattr(ray_cluster, "_nodes", lambda: [BIG])
+    assert chosen() is chosen("rollout.backend=vllm") is chosen(*told) is None, "one machine"
+    monkeypatch.setattr(ray_cluster, "_nodes", lambda: [BIG, SMALL])
+    assert chosen() == "collective"
+    assert chosen("rollout.backend=vllm", "rollout.weight_folder=/shared") == "file"
+    assert chosen(*told, "rollout.weight_folder=/shared") is None, "the config decides"
+    for settings, words in (((told[0],), "auto"), (told, "file")):
+        with pytest.raises(ConfigError, match=rf"rollout\.weight_transfer = {words}: .* set rollout\.weight_folder"):
+            chosen(*settings)
