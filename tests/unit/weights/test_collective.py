@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import pairwise
@@ -274,3 +275,27 @@ def test_variables_of_nccl_are_changed_only_while_a_group_is_made(monkeypatch):
         assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+
+
+def test_members_connect_together_or_say_within_the_limit_who_is_missing(monkeypatch):
+    """What NCCL's members do when they meet, over gloo: NCCL needs a GPU."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    port = host_store("127.0.0.1").port
+
+    def connect(rank: int) -> str:
+        link = Link.connect(Meeting("127.0.0.1", port, "met", limit_s=LIMIT_S), rank, 2)
+        link._connect_all(PrefixStore("met", TCPStore("127.0.0.1", port, is_master=False)), rank, 2)
+        tensor = torch.full((3,), float(rank))
+        link.broadcast(tensor).wait()
+        link.close()
+        return str(tensor.tolist())
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(connect, range(2))) == [str([0.0] * 3)] * 2
+    alone = Link.connect(Meeting("127.0.0.1", port, "alone", limit_s=LIMIT_S), 0, 1)
+    alone._meeting = replace(alone._meeting, limit_s=0.2)
+    store = PrefixStore("alone", TCPStore("127.0.0.1", port, is_master=False))
+    with pytest.raises(RuntimeError, match="here/1"):
+        alone._connect_all(store, 0, 2)
+    with pytest.raises(WeightsError, match="has left the group"):
+        alone.broadcast(torch.zeros(1))
