@@ -45,9 +45,10 @@ test: setup-dev style
 fast-tests: setup-dev
 	@$(BIN)/python -m pytest -m "not slow" --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
 
-# Its summary lists what was skipped and why, so that a helper environment which could not be installed is seen.
+# Its summary lists what was skipped and why, so that a helper environment which could not be installed is seen, and the
+# longest tests, which decide how long all of them take.
 test-all: setup-dev setup-clients setup-vllm setup-sglang setup-trackers setup-browser
-	@$(BIN)/python -m pytest -m slow -rfEs --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
+	@$(BIN)/python -m pytest -m slow -rfEs --durations 25 --numprocesses $(WORKERS) --dist loadgroup $(RERUNS)
 
 lint: style types
 
