@@ -154,7 +154,7 @@ def compute_score(folder: str, num_deaths: int) -> float:
 
 
 async def score(folder: Path, pool: Any) -> dict[str, Any]:
-    """The replies to calls during which the actor ends so many times, the first of them with another call beside it."""
+    """The replies to calls during which the actor ends once or more often. Another call runs beside the first one."""
     from headwater.rewards.functions import Failure, RemoteFunction
 
     function = RemoteFunction(f"{__file__}:compute_score", {}, False)

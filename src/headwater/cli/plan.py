@@ -183,7 +183,7 @@ def _costs(args: argparse.Namespace, config: Config) -> tuple[CostModel, Lengths
 
 
 def _with_large_servers(config: Config, num_server_gpus: int) -> Config:
-    """With a backend whose servers can have so many GPUs: those of ``headwater serve`` have one."""
+    """The config with a backend whose servers can use ``num_server_gpus`` GPUs. ``headwater serve`` uses one."""
     from headwater.config.server_checks import backend_traits
 
     if num_server_gpus == 1 or backend_traits(config).is_foreign:

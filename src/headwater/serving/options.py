@@ -33,7 +33,7 @@ class ServerOptions:
     model_path: str = ""
     """Where the model was loaded from, for ``/get_model_info``. Defaults to ``served_name``."""
     device: str = ""
-    """The engine's device, for example ``cuda:1``; empty if it has none of its own, such as a router."""
+    """The engine's device, for example ``cuda:1``; empty for a router, which has no device."""
     fetches_media: bool = False
     """Whether images may be given as addresses on the network, which the server then downloads."""
     tool_parser: str = "auto"
