@@ -43,8 +43,10 @@ _SESSION = "HEADWATER_TEST_SESSION"
 """An environment variable that every process started by the tests inherits."""
 _GRACE_S = 180.0
 _TESTS = Path(__file__).parent
-_SLOW_LIMIT_S = 2700.0
-"""The longest of them take a few minutes on free cores."""
+_SLOW_LIMIT_S = 900.0
+"""The longest of them take a few minutes on free cores. One that hangs, also in its second try, must end in time for
+the others."""
+_NUM_LINES_AT_ONCE = 12
 
 os.environ.setdefault(_SESSION, uuid.uuid4().hex)
 
@@ -68,6 +70,26 @@ def _shares_a_fixture(item: pytest.Item) -> bool:
     found = getattr(item, "_fixtureinfo", None)
     fixtures = found.name2fixturedefs.values() if found else ()
     return any(each.scope == "module" for definitions in fixtures for each in definitions)
+
+
+class FailuresAtOnce:
+    """Shows the end of a failure when it happens: if a later test hangs, nobody sees the summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome not in ("passed", "skipped"):
+            lines = report.longreprtext.splitlines()[-_NUM_LINES_AT_ONCE:]
+            head = f"{report.nodeid} ({report.outcome}, {report.when}, {report.duration:.0f} s)"
+            self._terminal.write("\n".join(["", head, *lines, ""]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(FailuresAtOnce(terminal))
 
 
 def pytest_collection_finish() -> None:

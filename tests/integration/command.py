@@ -31,7 +31,7 @@ CUT_DOWN = [
 ]  # fmt: skip
 """Settings that shorten a recipe to seconds, with a reward under which every step changes the weights."""
 
-PROCESS_LIMIT_S = 1200.0
+PROCESS_LIMIT_S = 600.0
 """Generous: tests share the machine with other work."""
 
 SMALL = ["quickstart", *CUT_DOWN]

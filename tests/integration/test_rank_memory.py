@@ -22,7 +22,7 @@ from headwater.models.builtin.tiny import Preset, build_config
 from headwater.models.load import load_model, load_tokenizer, save_model
 
 MIB = 2**20
-LIMIT_S = 1800.0
+LIMIT_S = 600.0
 SHAPE = Preset("qwen2", hidden_size=640, intermediate_size=2560, num_layers=8, num_heads=8, num_kv_heads=8, head_dim=80)
 SLACK = 32 * MIB
 """For what is not weights: buffers of gloo, Python objects, pages of files that were read."""

@@ -39,7 +39,7 @@ from headwater.models.load import load_model
 from headwater.observe.doctor import examine
 from headwater.observe.run_directory import RunDirectory
 
-LIMIT_S = 1200.0
+LIMIT_S = 600.0
 HUNG_S = 60
 """Much longer than any call of these runs takes on a busy machine, such as building the model."""
 SOON_S = 300.0

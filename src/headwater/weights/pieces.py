@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import torch
@@ -201,11 +201,16 @@ class GroupMember:
             meeting = Meeting(order.host, order.port, f"{order.group}/{rank}", order.backend, order.limit_s)
             return Link.connect(meeting, number, 1 + order.num_receivers, gpu)
 
-        # At the same time, because every rank waits for this engine with the same limit.
-        with ThreadPoolExecutor(num_senders, thread_name_prefix="headwater-weights-join") as threads:
+        # At the same time, because every rank waits for this engine with the same limit. But NCCL may wait forever if
+        # the members connect several groups in different orders, since some of its calls wait for the whole GPU.
+        at_once = 1 if order.backend == "nccl" else num_senders
+        with ThreadPoolExecutor(at_once, thread_name_prefix="headwater-weights-join") as threads:
             joining = [threads.submit(connect, rank) for rank in range(num_senders)]
-        if error := next((each.exception() for each in joining if each.exception()), None):
-            for each in joining:
+            wait(joining, return_when=FIRST_EXCEPTION)
+            threads.shutdown(cancel_futures=True)
+        ended = [each for each in joining if not each.cancelled()]
+        if error := next((each.exception() for each in ended if each.exception()), None):
+            for each in ended:
                 if not each.exception():
                     each.result().close()
             raise error
