@@ -8,8 +8,8 @@ For the shapes of Qwen2.5-1.5B it prints, in microseconds inside a replayed CUDA
   those that the engine chooses for the number of rows. ``same_bits`` says whether a result has the bits of the first
   tiles, on which deterministic mode relies;
 - ``attention`` of a decode step in deterministic mode, by keys per block;
-- one layer of the decoder in a CUDA graph: of the fast mode, also with a dependent launch of attention, and of
-  deterministic mode with fixed and with chosen tiles.
+- one layer of the decoder in a CUDA graph: of the fast mode, and of deterministic mode with fixed and with chosen
+  tiles.
 
 The exit status is 1 if a result differs from that of the fixed tiles by more than ``MAX_ERROR``, or in a bit where it
 must not. Kernels are compiled in several processes first. It takes about a minute; nothing new starts after
@@ -55,7 +55,6 @@ from record import write_record
 from shapes import build_model
 from torch import Tensor
 
-from headwater.engine.attention import cuda as cuda_attention
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
 from headwater.engine.kernels import linear, prefill_attention
 from headwater.engine.kernels.activation import silu_and_mul
@@ -84,12 +83,11 @@ ATTENTION = [PrefillConfig(*each) for each in ((64, 64, 4, 3), (64, 32, 4, 3), (
 
 
 @contextmanager
-def switched(*, fixed: bool = False, keys: int = 64, dependent: bool = False) -> Iterator[None]:
+def switched(*, fixed: bool = False, keys: int = 64) -> Iterator[None]:
     """The kernels with these switches. Graphs keep what they were captured with."""
     switches = (
         (linear, "SCALED_TILES_ON", None if fixed else linear.SCALED_TILES_ON),
         (prefill_attention, "KEYS_PER_BLOCK", keys),
-        (cuda_attention, "DEPENDENT_LAUNCH", dependent),
     )
     before = [getattr(module, name) for module, name, _ in switches]
     for module, name, value in switches:
@@ -225,11 +223,8 @@ def attention() -> Iterator[Values]:
 
 def layers() -> Iterator[Values]:
     for rows in (256, 64):
-        fast_us, fast = layer(rows)
+        fast_us, _ = layer(rows)
         yield show(f"layer rows={rows} fast", {"us": fast_us})
-        us, hidden = layer(rows, dependent=True)
-        same_bits = torch.equal(hidden, fast)
-        yield show(f"layer rows={rows} fast, dependent attention", {"us": us, "same_bits": same_bits})
         fixed_us, fixed = layer(rows, deterministic=True, fixed=True)
         yield show(f"layer rows={rows} fixed tiles", {"us": fixed_us})
         for keys in (64, 32):

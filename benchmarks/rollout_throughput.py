@@ -281,9 +281,6 @@ def main() -> None:
     parser.add_argument(
         "--attention-keys", type=int, default=64, choices=(32, 64), help="keys per block of prefill and --deterministic"
     )
-    parser.add_argument(
-        "--dependent-attention", action="store_true", help="on a GPU, attention starts while the kernel before it ends"
-    )
     parser.add_argument("--profile", metavar="FILE", help="write a profile of the GPU time of the last case")
     options = parser.parse_args()
     device = default_device()
@@ -328,7 +325,6 @@ def main() -> None:
         deterministic=options.deterministic,
         fixed_tiles=options.fixed_tiles,
         attention_keys=options.attention_keys,
-        dependent_attention=options.dependent_attention,
         filters=filters_of(options),
         ceilings=asdict(ceilings),
         vllm=asdict(vllm) if vllm else None,
@@ -338,13 +334,11 @@ def main() -> None:
 
 def _use_kernels(options: argparse.Namespace) -> None:
     # They need Triton.
-    from headwater.engine.attention import cuda as cuda_attention
     from headwater.engine.kernels import linear, prefill_attention
 
     if options.fixed_tiles:
         linear.SCALED_TILES_ON = None
     prefill_attention.KEYS_PER_BLOCK = options.attention_keys
-    cuda_attention.DEPENDENT_LAUNCH = options.dependent_attention
 
 
 def _profile(engine: Engine, options: argparse.Namespace) -> None:

@@ -32,7 +32,6 @@ from headwater.config.schema import EngineConfig
 from headwater.core.errors import LogitsBroken, ModelError
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import SamplingParams
-from headwater.engine.attention import cuda as cuda_attention
 from headwater.engine.engine import Engine
 from headwater.engine.kernels.truncation import sample_truncated
 from headwater.engine.runners.fixed_rows import sample_in_blocks
@@ -123,17 +122,6 @@ def test_tokens_and_logprobs_are_those_of_a_full_forward_pass(kind, overlap):
             everything = (*response.input_tokens, *response.output_tokens)
             logits = logits_after(model, everything[:-1])[len(response.input_tokens) - 1 :]
             assert response.output_tokens == tuple(logits.argmax(-1).tolist())
-
-
-def test_dependent_attention_gives_the_same_responses(monkeypatch):
-    requests = [request(tokens_of(9 + 5 * key), key, max_new_tokens=48) for key in range(40)]
-    seen = []
-    for dependent in (False, True):
-        monkeypatch.setattr(cuda_attention, "DEPENDENT_LAUNCH", dependent)
-        with cuda("bfloat16", "tiny:qwen2") as engine:
-            runs = [engine.generate(requests) for _ in range(2)]
-        seen += [[(each.output_tokens, each.output_logprobs) for each in responses] for responses in runs]
-    assert all(each == seen[0] for each in seen[1:])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

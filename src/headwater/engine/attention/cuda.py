@@ -19,8 +19,6 @@ from headwater.engine.kv_cache import KVCache
 from headwater.engine.rows import upload
 
 _TYPICAL_CONTEXT = 1024
-DEPENDENT_LAUNCH = False
-"""Whether decode attention starts while the rotary kernel before it ends. Off: it saves at most 2% of a layer."""
 
 
 class CudaDecode:
@@ -41,7 +39,6 @@ class CudaDecode:
             scale,
             num_splits=self._num_splits,
             window=window,
-            dependent=DEPENDENT_LAUNCH,
         )
 
 

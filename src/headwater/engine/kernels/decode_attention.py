@@ -69,7 +69,6 @@ def _decode(
     BLOCK_N: tl.constexpr,
     RUN: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -97,8 +96,6 @@ def _decode(
     if DIM_PAD != HEAD_DIM:
         query_mask = query_mask & (dims[None, :] < HEAD_DIM)
     query_rows = row * NUM_HEADS + kv_head * GROUP + heads
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()  # the kernel before writes the query and the newest key and value
     query = tl.load(q + query_rows[:, None] * HEAD_DIM + dims[None, :], mask=query_mask, other=0.0)
 
     table_row = page_table + row.to(tl.int64) * table_stride
@@ -182,16 +179,12 @@ def paged_decode_attention(
     num_splits: int,
     window: int = 0,
     config: DecodeConfig | None = None,
-    dependent: bool = False,
 ) -> Tensor:
     """Attend from ``q`` [rows, heads, head_dim] to the first ``context_lens[row]`` tokens of each row's pages.
 
     With ``window`` > 0, only the last ``window`` of them are visible. A row without context returns zeros.
 
     A second kernel combines the results of splits.
-
-    ``dependent`` lets the programs start while the kernel before this one ends, if nothing before that kernel is still
-    running. They wait for it before they read what it wrote; ``context_lens`` must not be among that.
     """
     check_caches(q, k_cache, v_cache, page_table)
     rows, num_heads, head_dim = q.shape
@@ -225,12 +218,10 @@ def paged_decode_attention(
         BLOCK_N=config.block_n,
         RUN=tiles_per_run(page_tokens, config.block_n),
         NUM_SPLITS=num_splits,
-        DEPENDENT=dependent,
         WINDOW=window,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         STAGES=config.num_stages,
         num_warps=config.num_warps,
-        **({"launch_pdl": True} if dependent else {}),
     )
     if num_splits > 1:
         _combine_splits[(num_heads, rows)](

@@ -37,10 +37,7 @@ def _rope_and_store(
     HALF_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
-    RELEASE: tl.constexpr,
 ):
-    if RELEASE:
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token).to(tl.int64)
     slot = tl.load(slots + token)
@@ -100,14 +97,11 @@ def rope_and_store(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
-    *,
-    release: bool = False,
 ) -> Tensor:
     """Rotate queries and keys of ``qkv`` [tokens, (heads + 2 kv_heads) * head_dim] and write keys and values to slots.
 
     ``cos`` and ``sin`` are tables over positions with ``head_dim`` or ``head_dim / 2`` columns. The rotation is
-    computed in float32 and rounded once. Returns the queries [tokens, heads, head_dim]. ``release`` lets the next
-    kernel start at once if it is a dependent one.
+    computed in float32 and rounded once. Returns the queries [tokens, heads, head_dim].
     """
     kv_heads, page_tokens, head_dim = k_cache.shape[1:]
     tokens = qkv.shape[0]
@@ -145,7 +139,6 @@ def rope_and_store(
         HALF_PAD=half_pad,
         PAGE=page_tokens,
         NORM=q_norm is not None,
-        RELEASE=release,
         num_warps=min(max(heads_pad * half_pad // 256, 1), 8),
     )
     return out

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from headwater.core.errors import ModelError
 from headwater.engine.attention import PagedAttention
-from headwater.engine.attention import cuda as cuda_attention
 from headwater.engine.attention.cuda import CudaDecode, CudaPrefill
 from headwater.engine.guides import Guidance
 from headwater.engine.kernels.activation import silu_and_mul
@@ -99,7 +98,6 @@ class CudaOps:
             q_norm=None if norms is None else norms.query,
             k_norm=None if norms is None else norms.key,
             eps=0.0 if norms is None else norms.eps,
-            release=cuda_attention.DEPENDENT_LAUNCH,
         )
 
 
