@@ -30,9 +30,10 @@ from headwater.core.interpreter import garbage_put_off
 from headwater.core.protocols import InferenceEngine
 from headwater.core.records import DropKind
 from headwater.rollout.dispatcher import AsyncTaskRunner, BatchTaskDispatcher
-from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, JointTurns, WatchedEngine
+from headwater.rollout.flight import Dispatch, Flight, Flights, WatchedEngine
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.joint import JointStart, JointTurns
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.side_by_side import SideBySide
 from headwater.rollout.snapshot import Books, RolloutSnapshot

@@ -9,9 +9,10 @@ from contextlib import AbstractAsyncContextManager
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import wait_for_future
 from headwater.rollout.dispatcher import AsyncTaskRunner
-from headwater.rollout.flight import Dispatch, Flight, Flights, JointStart, JointTurns, WatchedEngine
+from headwater.rollout.flight import Dispatch, Flight, Flights, WatchedEngine
 from headwater.rollout.group import Dropped, Group, PromptDraw, RolloutBatch, too_few
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.joint import JointStart, JointTurns
 
 
 class SideBySide:

@@ -20,8 +20,9 @@ from headwater.core.errors import RewardFailed, RolloutFailed, RunError, WaitTim
 from headwater.core.protocols import EpisodeState
 from headwater.core.records import DropKind
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
-from headwater.rollout import flight as flight_module
-from headwater.rollout.flight import Dispatch, Flight, JointStart, JointTurns
+from headwater.rollout import joint
+from headwater.rollout.flight import Dispatch, Flight
+from headwater.rollout.joint import JointStart, JointTurns
 
 
 def fails_on(*names: str, error: type[Exception] = RewardFailed) -> Scripted:
@@ -338,7 +339,7 @@ def test_the_engine_begins_before_very_many_episodes_of_one_turn_are_built(monke
         await asyncio.gather(*asked(turns, "1", "2", "3", "4", "5"))
         return engine.calls
 
-    monkeypatch.setattr(flight_module, "_MOST_PER_TURN", 2)
+    monkeypatch.setattr(joint, "_MOST_PER_TURN", 2)
     assert asyncio.run(scene()) == ["1 2", "3 4", "5"]
 
 

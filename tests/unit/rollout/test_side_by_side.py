@@ -10,8 +10,9 @@ from rollout.executor_parts import Scripted, draw_of, runner_of
 from rollout.held_engine import HeldEngine
 
 from headwater.rollout.dispatcher import AsyncTaskRunner
-from headwater.rollout.flight import Dispatch, Flight, JointStart
+from headwater.rollout.flight import Dispatch, Flight
 from headwater.rollout.group_runner import GroupRunner
+from headwater.rollout.joint import JointStart
 from headwater.rollout.side_by_side import SideBySide
 
 
