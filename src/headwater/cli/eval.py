@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     from headwater.config.builtin import split_arguments
     from headwater.config.notices import eval_notices
     from headwater.observe.progress import Display
-    from headwater.trainer.evaluate import evaluate
+    from headwater.trainer.evaluate import evaluate, rows_of
     from headwater.trainer.rollout_setup import build_rollout
 
     if config.trainer.num_threads:
@@ -111,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
             display.say(f"Note: {notice}")
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
-        with display.console.status("evaluating"):
+        num_prompts = len(rows_of(parts.eval_data, config.eval.num_prompts))
+        with display.stage("evaluate", num_prompts) as reporter:
             result = evaluate(
                 parts.eval_rollouts.rollout_batch,
                 parts.eval_data,
@@ -119,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
                 config.run.seed,
                 batch_size=config.eval.batch_size,
                 save=lambda number, rollouts: _save(out, subject.step, number, rollouts),
+                progress=lambda num_done: reporter.update(num_done, {}),
             )
     finally:
         parts.close()

@@ -165,9 +165,9 @@ class WorkflowExecutor:
         """The number of batches that the learner will take. The default is that of the admission."""
         self.staleness.expect_batches(num_batches)
 
-    def rollout_batch(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
-        """Run these prompts concurrently and wait for all of them."""
-        return self._side_by_side.run(draws, self._version)
+    def rollout_batch(self, draws: Sequence[PromptDraw], on_group: Callable[[], None] = lambda: None) -> RolloutBatch:
+        """Run these prompts concurrently and wait for all of them. ``on_group`` is called when a group has ended."""
+        return self._side_by_side.run(draws, self._version, on_group)
 
     def trained(self, step: int, weights: Callable[[], str]) -> None:
         """The last batch was trained on in ``step``. ``weights`` waits for the checksum of the new weights."""

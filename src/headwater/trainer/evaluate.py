@@ -16,7 +16,8 @@ from headwater.data.load import MixedDataset, PromptDataset
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
 
 Rollouts = Sequence[tuple[Prompt, Trajectory]]
-RunBatch = Callable[[Sequence[PromptDraw]], RolloutBatch]
+RunBatch = Callable[[Sequence[PromptDraw], Callable[[], None]], RolloutBatch]
+"""Runs prompts, and calls the function whenever one of them has ended: ``WorkflowExecutor.rollout_batch``."""
 
 ANSWER_KEYS = ("pred", "answer")
 """The keys under which a scorer returns the answer that it has extracted from a response; maj@k votes over it."""
@@ -89,11 +90,12 @@ def evaluate(
     *,
     batch_size: int = 0,
     save: Callable[[int, Rollouts], None] = lambda number, rollouts: None,
+    progress: Callable[[int], None] = lambda num_done: None,
 ) -> Evaluation:
     """Run ``num_prompts`` rows, or all if it is 0; see ``rows_of``. The same seed and weights give the same responses.
 
-    ``run_batch`` is ``WorkflowExecutor.rollout_batch``. ``save`` gets the number and the responses of each batch of
-    ``batch_size`` prompts, of which only the metrics are kept.
+    ``save`` gets the number and the responses of each batch of ``batch_size`` prompts, of which only the metrics are
+    kept. ``progress`` gets the number of prompts that have ended, on another thread.
     """
     rows = rows_of(dataset, num_prompts)
     outcomes: list[tuple[Prompt, ResponseFacts]] = []
@@ -101,9 +103,11 @@ def evaluate(
     shown: Rollouts = ()
     num_groups = 0
     batch_size = batch_size or len(rows)
+    ended = itertools.count(1)
     for number, start in enumerate(range(0, len(rows), batch_size)):
         prompts = [dataset[row] for row in rows[start : start + batch_size]]
-        batch = run_batch([PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts])
+        draws = [PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts]
+        batch = run_batch(draws, lambda: progress(next(ended)))
         rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
         save(number, rollouts)
         shown = shown or rollouts

@@ -25,12 +25,12 @@ from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.source import PromptStream
 from headwater.trainer.callbacks import Callback, StopTraining
 from headwater.trainer.checkpoint import ADAPTERS, BestStep, Checkpoints, TrainerState, check_weights, read_state
-from headwater.trainer.evaluate import evaluate
+from headwater.trainer.evaluate import evaluate, rows_of
 from headwater.trainer.experience import Experience
 from headwater.trainer.learner_setup import TrainingParts
 from headwater.trainer.memory_turns import MemoryTurns
 from headwater.trainer.metrics import EngineWatch, RunFacts
-from headwater.trainer.recorder import Recorder
+from headwater.trainer.recorder import TRAINING, Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
 from headwater.weights.publish import AdaptersAlone, publish, send
@@ -151,7 +151,7 @@ class Trainer:
             "step": self._state.step,
             "total_steps": self._last_step,
             "learner": asdict(self._learner.status()),
-            "stage": self._warm_start_stage(),
+            "stage": self._stage_between_steps(),
             "ledger": asdict(self._rollouts.ledger.counts()),
             **self._rollouts.status(),
             "reward_failures": self._parts.reward_failures(),
@@ -165,10 +165,10 @@ class Trainer:
         servers = [asdict(each) for each in now.servers]
         return {"engine": engine, "engine_restarts": now.num_restarts, "servers": servers}
 
-    def _warm_start_stage(self) -> dict[str, Any] | None:
-        """The progress of the warm start while it lasts. Its steps are not steps of the run."""
+    def _stage_between_steps(self) -> dict[str, Any] | None:
+        """The progress of the warm start, or of an evaluation before or after training."""
         now = self._display.stage_now
-        return asdict(now) if now is not None and not self._state.warm_started else None
+        return asdict(now) if now is not None and now.name != TRAINING else None
 
     @property
     def step(self) -> int:
@@ -375,15 +375,18 @@ class Trainer:
         if self._parts.eval_data is None:
             return
         settings = self._config.eval
+        num_prompts = len(rows_of(self._parts.eval_data, settings.num_prompts))
         with self._stage("evaluate"):
-            result = evaluate(
-                self._run_evaluation,
-                self._parts.eval_data,
-                settings.num_prompts,
-                self._config.run.seed,
-                batch_size=settings.batch_size,
-                save=self._save_evaluation,
-            )
+            with self._recorder.evaluating(self._state.step, num_prompts) as progress:
+                result = evaluate(
+                    self._run_evaluation,
+                    self._parts.eval_data,
+                    settings.num_prompts,
+                    self._config.run.seed,
+                    batch_size=settings.batch_size,
+                    save=self._save_evaluation,
+                    progress=progress,
+                )
             self._recorder.evaluation(self._state.step, result)
         self._tell("on_evaluate", self._state.step, self._recorder.latest)
         self._best.check(self._state.step, result.metrics())  # step 0 is never the best
@@ -391,9 +394,9 @@ class Trainer:
             self._checkpoints.keep_best(self._state.step)
             self._save()
 
-    def _run_evaluation(self, draws: Sequence[PromptDraw]) -> RolloutBatch:
+    def _run_evaluation(self, draws: Sequence[PromptDraw], on_group: Callable[[], None]) -> RolloutBatch:
         with self._turns.generating():
-            return self._parts.eval_rollouts.rollout_batch(draws)
+            return self._parts.eval_rollouts.rollout_batch(draws, on_group)
 
     def _save_evaluation(self, number: int, rollouts: Sequence[tuple[Prompt, Trajectory]]) -> None:
         columns = self._training.experience.saved_of([each for _, each in rollouts])

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 _MOST_WAITING = 8
 _LIMIT_S = 1800.0
+TRAINING = "train"
+"""The name under which the progress of the training steps is shown."""
+_SHOW_EVERY_S = 5.0
+"""How often a long evaluation between training steps is shown."""
 """A disk that takes longer does not answer any more."""
 
 
@@ -110,8 +114,11 @@ class Recorder:
         # What happened before, such as an evaluation, belongs to no step.
         for measure in (self._clock.take, self._memory.take, self._engine_metrics):
             measure()
-        with self._display.stage("train", total_steps, start=start) as self._reporter:
-            yield
+        try:
+            with self._display.stage(TRAINING, total_steps, start=start) as self._reporter:
+                yield
+        finally:
+            self._reporter = None
         self.flush()
 
     @contextmanager
@@ -173,6 +180,23 @@ class Recorder:
         rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]
         path = self._run.free_file("rollouts", f"step_{step:06d}", ".parquet")
         write_rollouts(path, step, rollouts, token_columns, self._media)
+
+    @contextmanager
+    def evaluating(self, step: int, num_prompts: int) -> Iterator[Callable[[int], None]]:
+        """Show how many prompts of an evaluation are done: in a stage, or in the line of the training steps."""
+        if (training := self._reporter) is None:
+            with self._display.stage("evaluate", num_prompts) as reporter:
+                yield lambda num_done: reporter.update(num_done, {})
+            return
+        shown_at = time.monotonic()
+
+        def show(num_done: int) -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at > _SHOW_EVERY_S:
+                shown_at = time.monotonic()
+                training.update(step, {"evaluated": f"{num_done} of {num_prompts} prompts"})
+
+        yield show
 
     def evaluation(self, step: int, result: Evaluation) -> None:
         self._log(MetricsRecord("eval", step, time.time(), result.metrics()))

@@ -385,9 +385,11 @@ def test_given_prompts_bypass_the_ledger_and_keep_their_order():
 
 def test_given_prompts_that_fail_are_reported_separately():
     with executor_of(fails_on("row1"), on_failure="drop") as executor:
-        batch = executor.rollout_batch([draw_of(number) for number in range(3)])
+        ended = []
+        batch = executor.rollout_batch([draw_of(number) for number in range(3)], lambda: ended.append(len(ended)))
     assert uids(batch) == ["row0", "row2"]
     assert [each.uid for each in batch.dropped] == ["row1"]
+    assert ended == [0, 1, 2], "also the one that was dropped"
 
 
 def test_given_prompts_that_all_fail_are_an_error():

@@ -31,7 +31,7 @@ def test_cancelled_prompts_do_not_keep_running(is_held):
 
     async def cancel_all() -> None:
         flights = [Flight(Dispatch(number, draw_of(number)), 0, groups.num_episodes) for number in range(3)]
-        work = asyncio.create_task(side_by_side._run_all(flights))
+        work = asyncio.create_task(side_by_side._run_all(flights, lambda: None))
         while num_begun < 6 or engine.calls != ([] if is_held else ["pause", "resume"]):  # noqa: ASYNC110  turn by turn
             await asyncio.sleep(0)
         work.cancel()

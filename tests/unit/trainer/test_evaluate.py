@@ -18,9 +18,10 @@ ANSWERS = {"a0": ["7", "3", "3", "7"], "a1": ["1", "2", "3", "4"], "b0": ["5", "
 PROMPTS = [replace(tiny.prompt(), uid=uid, data_source=uid[0]) for uid in [*REWARDS, "lost"]]
 
 
-def run_batch(draws) -> RolloutBatch:
+def run_batch(draws, on_group) -> RolloutBatch:
     groups = []
     for draw in draws:
+        on_group()
         uid = draw.prompt.uid
         if uid not in REWARDS:
             continue
@@ -39,6 +40,7 @@ def run_batch(draws) -> RolloutBatch:
 
 def test_every_prompt_is_evaluated_in_batches_and_the_samples_are_summarised():
     saved: list[tuple[int, list[str]]] = []
+    ended: list[int] = []
     result = evaluate(
         run_batch,
         PROMPTS,
@@ -46,7 +48,9 @@ def test_every_prompt_is_evaluated_in_batches_and_the_samples_are_summarised():
         seed=0,
         batch_size=2,
         save=lambda number, rollouts: saved.append((number, [each.uid for _, each in rollouts])),
+        progress=ended.append,
     )
+    assert ended == [1, 2, 3, 4]
     assert saved == [(0, ["a0"] * 4 + ["a1"] * 4), (1, ["b0"] * 4)]
     assert [prompt.uid for prompt, _ in result.rollouts] == ["a0"] * 4 + ["a1"] * 4, "only the first batch is kept"
     assert (result.num_prompts, result.num_dropped, result.num_samples) == (3, 1, 12)
@@ -82,9 +86,9 @@ class Mixed(list):
 def test_several_sources_take_turns_so_that_each_is_evaluated():
     drawn: list[str] = []
 
-    def run(draws) -> RolloutBatch:
+    def run(draws, on_group) -> RolloutBatch:
         drawn.extend(draw.prompt.uid for draw in draws)
-        return run_batch(draws)
+        return run_batch(draws, on_group)
 
     result = evaluate(run, Mixed(PROMPTS), 2, seed=0, batch_size=1)
     assert drawn == ["a0", "b0"]
@@ -95,7 +99,7 @@ def test_several_sources_take_turns_so_that_each_is_evaluated():
 
 
 def test_one_sample_has_no_statistics_over_samples():
-    one = evaluate(lambda draws: RolloutBatch((Group(PROMPTS[0], (tiny.trajectory(0, uid="a0"),)),)), PROMPTS, 1, 0)
+    one = evaluate(lambda *_: RolloutBatch((Group(PROMPTS[0], (tiny.trajectory(0, uid="a0"),)),)), PROMPTS, 1, 0)
     assert not [name for name in one.metrics() if "@" in name]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import time
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,6 +27,7 @@ from headwater.rollout.group import Dropped, Group, RolloutBatch, reward_metrics
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 from headwater.rollout.staleness import RolloutCounts
+from headwater.trainer import recorder as recorder_module
 from headwater.trainer.evaluate import Evaluation
 from headwater.trainer.metrics import RunFacts
 from headwater.trainer.recorder import Recorder
@@ -141,6 +144,29 @@ def test_drops_are_counted_by_kind(recorder, run):
 
 
 STAGES = ("wait", "experience", "train", "publish", "record", "evaluate", "checkpoint", "offload", "other")
+
+
+def test_a_long_evaluation_shows_how_far_it_is(recorder, monkeypatch):
+    shown = []
+
+    class Shown:
+        @contextmanager
+        def stage(self, name: str, total: int, start: int = 0):
+            yield SimpleNamespace(update=lambda done, numbers: shown.append((name, done, total, dict(numbers))))
+
+        def say(self, message: str) -> None: ...
+
+    recorder._display = Shown()
+    with recorder.evaluating(0, 7) as progress:
+        progress(3)
+    with recorder.training(1, 9), recorder.evaluating(1, 7) as progress:
+        progress(4)  # at once: too short to be shown between steps
+        monkeypatch.setattr(recorder_module, "_SHOW_EVERY_S", -1.0)
+        progress(5)
+    with recorder.evaluating(9, 7) as progress:
+        progress(7)
+    between = {"evaluated": "5 of 7 prompts"}
+    assert shown == [("evaluate", 3, 7, {}), ("train", 1, 9, between), ("evaluate", 7, 7, {})]
 
 
 def test_the_stages_of_a_step_add_up_to_it_and_every_moment_belongs_to_a_step(recorder, run):
