@@ -595,6 +595,10 @@ def send(server: Server, path: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
+def ends(metrics: dict[str, Any]) -> int:
+    return metrics["num_finished"] + metrics["num_aborted"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_everything(server, stream):
     num_samples = 3
@@ -606,7 +610,8 @@ def test_a_client_that_leaves_frees_everything(server, stream):
         if stream:
             assert b"200 OK" in connection.recv(1000)
         connection.close()
-        server.wait_for(lambda m: m["num_running"] + m["num_waiting"] + m["kv_pages_used"] == 0, "still there")
+        server.wait_for(lambda m: ends(m) - ends(before) == num_samples, "still there")
+        server.wait_for(lambda m: m["num_running"] + m["num_waiting"] + m["kv_pages_used"] == 0, "still held")
         after = server.metrics()
         # On a busy machine, the responses may end before the client leaves.
         if after["num_tokens_generated"] - before["num_tokens_generated"] < 1900 * num_samples:
