@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from headwater.config.cluster_schema import ClusterConfig
@@ -162,7 +163,7 @@ class EngineConfig:
     adapter_targets: tuple[str, ...] = ()
     """Linear layers that have an adapter, as lora.targets says for a run; empty means all except the output layer."""
 
-    @property
+    @cached_property
     def chosen_update_mode(self) -> UpdateMode:
         if self.update_mode != "auto":
             return self.update_mode
@@ -195,7 +196,7 @@ class NormalizationConfig:
     epsilon: Annotated[float, MoreThan(0)] = 1e-5
     """Added to the deviation, so that equal values are not divided by zero."""
 
-    @property
+    @cached_property
     def is_on(self) -> bool:
         return self.mean_level != "none" or self.std_level != "none"
 
@@ -336,7 +337,7 @@ class LearnerConfig:
     """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
     ends."""
 
-    @property
+    @cached_property
     def forward_tokens(self) -> int:
         """``max_tokens_per_forward_pass``, with its default filled in."""
         return self.max_tokens_per_forward_pass or _FORWARD_FACTOR * self.max_tokens_per_microbatch
