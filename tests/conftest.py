@@ -43,9 +43,6 @@ _SESSION = "HEADWATER_TEST_SESSION"
 """An environment variable that every process started by the tests inherits."""
 _GRACE_S = 180.0
 _TESTS = Path(__file__).parent
-_SLOW_LIMIT_S = 900.0
-"""The longest of them take a few minutes on free cores. One that hangs, also in its second try, must end in time for
-the others."""
 _NUM_LINES_AT_ONCE = 12
 
 os.environ.setdefault(_SESSION, uuid.uuid4().hex)
@@ -53,16 +50,13 @@ os.environ.setdefault(_SESSION, uuid.uuid4().hex)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give slow tests more time than the limit in pyproject.toml, which is for the others.
+    """Fast tests of a file that share a fixture run in one process, so that it is set up once.
 
-    Of the others, those of a file that share a fixture run in one process, so that it is set up once. Files whose slow
-    tests share one name their group themselves, because they also need to be spread evenly.
+    Files whose slow tests share one name their group themselves, because they also need to be spread evenly.
     """
     for item in items:
-        if item.get_closest_marker("slow"):
-            if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(_SLOW_LIMIT_S))
-        elif not item.get_closest_marker("xdist_group") and _shares_a_fixture(item):
+        has_group = item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")
+        if not has_group and _shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(_TESTS).as_posix()))
 
 
