@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headwater.cluster import keep_ray_local, num_launched
@@ -65,6 +66,12 @@ def launched_learner(config: Config) -> Iterator[LearnerBuilder | None]:
     # torchrun sends SIGTERM to all ranks when one has ended; rank 0 then reports which.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with closing(join()) as group, rank_failures_named(lambda: group.failure, is_last=True):
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if not group.has_raised:  # otherwise the error is on its way to the user
+                raise KeyboardInterrupt
+
+        signal.signal(signal.SIGTERM, handle)
         timeout_s = config.learner.rank_timeout_s
         yield lambda spec: group.build(build_learner, spec, timeout_s=timeout_s)
 

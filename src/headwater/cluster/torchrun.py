@@ -170,6 +170,11 @@ class TorchrunGroup:
     def failure(self) -> str:
         return self._failure or self._watch.gone()
 
+    @property
+    def has_raised(self) -> bool:
+        """Whether a call has raised the failure."""
+        return bool(self._failure)
+
     def activity(self) -> Activity:
         return replace(self._turns.activity(), ended=self._watch.ended())
 

@@ -130,7 +130,8 @@ class Trainer:
         """Continue from ``checkpoint``. The rollouts' engine gets its weights, which are compared with the ledger's."""
         state = read_state(checkpoint, self._stream)
         self._learner.load(checkpoint)
-        published = self._send(state.step)
+        with self._rank_failures_named():
+            published = self._send(state.step)
         check_weights(self._run, state.step, self._checksum(published.trained))
         if not state.has_optimizer:
             self._display.say(
@@ -310,7 +311,7 @@ class Trainer:
             with self._stage("wait", batch=step):
                 self._rollouts.finish_all()
         self._turns.publishing()
-        with self._stage("publish", version=step):
+        with self._stage("publish", version=step), self._rank_failures_named():
             self._recorder.flush()  # the weights that are replaced now have been compared
             learned, metrics = self._send_new(step)
         with self._recorder.stage("record"):
@@ -355,6 +356,7 @@ class Trainer:
             with (
                 self._interrupts.deferred("sending the weights"),
                 self._recorder.stage("publish", version=self._state.step),
+                self._rank_failures_named(),
             ):
                 self._send(self._state.step, is_repeat=True)
 
@@ -468,6 +470,16 @@ class Trainer:
         """After an interrupted update the weights belong to no version, and a run could not resume from them."""
         if self._consistent and not self._learner.status().failure:
             self._save(is_last=True, is_rescue=True)
+
+    @contextmanager
+    def _rank_failures_named(self) -> Iterator[None]:
+        """For sending weights: if a rank ends meanwhile, the engine or a server says that the transfer has failed."""
+        try:
+            yield
+        except HeadwaterError as error:
+            if not isinstance(error, RankFailed):
+                self._check_learner()
+            raise
 
     def _check_learner(self) -> None:
         """An interrupt may mean that a rank of the learner has ended; then there is nothing to save with."""

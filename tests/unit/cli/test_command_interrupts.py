@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from headwater.api.site import rank_failures_named
+from headwater.api.site import launched_learner, rank_failures_named
 from headwater.cli.process import interruptible
+from headwater.cluster import torchrun
+from headwater.config.load import load_config
 from headwater.core.errors import RankFailed
 from headwater.core.interpreter import Interrupts
 
@@ -109,6 +112,30 @@ def test_a_second_signal_does_not_hide_which_rank_has_ended():
                 raise error
             for number in numbers:
                 os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_the_launchers_signal_does_not_replace_the_error_that_names_a_rank(monkeypatch):
+    """It may come at any moment while the error is on its way to the user, also before the run is closed."""
+    error = RankFailed("rank 1: its process has ended")
+    group = SimpleNamespace(failure="", has_raised=False, close=lambda: None)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torchrun, "join", lambda: group)
+
+    def run() -> None:
+        with launched_learner(load_config("quickstart").config):
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            group.failure, group.has_raised = str(error), True
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise error
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(RankFailed, match=str(error)):
+            run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
-from headwater.core.errors import DeviceMemoryFull, RolloutFailed, WeightsError
+from headwater.core.errors import DeviceMemoryFull, RankFailed, RolloutFailed, WeightsError
 from headwater.learner.build import LearnerSpec
 from headwater.learner.learner import LocalLearner
 from headwater.observe.progress import Display
@@ -236,6 +237,24 @@ def test_damaged_weights_stop_the_run_although_they_are_compared_later(tmp_path,
         fit(run, "trainer.total_steps=2", change=damaged)
     assert run.checkpoint_steps() == [], "a checkpoint would need the record of its step"
     assert run.read_ledger() == []
+
+
+@pytest.mark.parametrize("num_sent", [0, 1])
+def test_a_rank_that_ends_while_weights_are_sent_is_the_error(tmp_path, monkeypatch, num_sent):
+    cause, export, status = "rank 1: its process has ended", LocalLearner.export, LocalLearner.status
+    failures = [""]
+
+    def breaks_off(self, role="policy"):
+        yield from islice(export(self, role), num_sent)
+        failures.append(cause)
+        raise RankFailed(cause)
+
+    monkeypatch.setattr(LocalLearner, "export", breaks_off)
+    monkeypatch.setattr(LocalLearner, "status", lambda self: replace(status(self), failure=failures[-1]))
+    run = RunDirectory.create(tmp_path, "run")
+    with pytest.raises(RankFailed, match=rf"^{cause}; resume from the last checkpoint$"):
+        fit(run)
+    assert run.checkpoint_steps() == []
 
 
 def test_a_rollout_file_that_cannot_be_written_ends_the_run_with_a_checkpoint(tmp_path, monkeypatch):
