@@ -54,3 +54,24 @@ def test_a_run_whose_rewards_fail_too_often_stops_and_says_why(tmp_path):
     assert "32 of 32 scoring calls failed, and reward.max_failed_share = 0.5 allows 128 of 256" in done.stderr
     assert "the most frequent cause is raised" in done.stderr
     assert "the index is down" in done.stderr
+
+
+FAILS_LATER = """
+import itertools
+calls = itertools.count(1)
+def compute_score(solution_str):
+    if next(calls) > 12:
+        raise OSError("the index is down")
+    return float(len(solution_str) % 3)
+"""
+
+
+def test_a_run_that_an_error_ends_says_what_is_saved(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text(FAILS_LATER)
+    settings = ["eval.before=false", "eval.after=false", "trainer.total_steps=3"]
+    done = headwater("train", *SMALL, f"run.root={tmp_path}", f"reward.function={file}", *settings)
+    assert done.code == 2
+    assert "the index is down" in done.stderr
+    resume = f"headwater train --resume {tmp_path / 'quickstart'}"
+    assert f"Everything up to step 1 is saved. When the error is fixed, resume with:  {resume}" in done.stdout

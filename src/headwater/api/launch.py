@@ -257,7 +257,7 @@ def _fit(
     from headwater.trainer.memory_setup import describe_plan, plan_run, planned
     from headwater.trainer.memory_turns import releases_cache
     from headwater.trainer.rollout_setup import build_rollout, describe
-    from headwater.trainer.summary import how_to_resume, summarise
+    from headwater.trainer.summary import how_to_resume, summarise, what_is_kept
 
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
@@ -352,6 +352,10 @@ def _fit(
             total_steps = config.trainer.total_steps
             display.say(how_to_resume(run, None if _lacks_evaluation(run, total_steps, config) else total_steps))
             return Ended(run, is_finished=False)
+        except Exception as error:
+            if not isinstance(error, RankFailed) and (kept := what_is_kept(run)):  # after those, a run may go on itself
+                display.say(kept)
+            raise
     return Ended(run, is_finished=finished)
 
 

@@ -86,6 +86,7 @@ def _export(runs: Runs, file: Path, rollout: str | None) -> int:
         text = export(Answers(runs), Assets(), runs.place.single, rollout)
     except Refused as refused:
         raise HeadwaterError(refused.message.removesuffix(".")) from refused
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     print(f"{file}: {len(text.encode()) / 2**20:.1f} MB; open it in any browser")
     return 0

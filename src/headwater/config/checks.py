@@ -335,11 +335,11 @@ def files_exist(config: Config, layers: Layers) -> Iterator[Clash]:
     for key in ("data.train", "data.eval"):
         for name in named_sources(config, value_at(config, key)):
             if is_file(name) and "://" not in name and not _find(name):
-                yield Clash(
-                    (key,),
-                    f"no such file: {name} (looked in {Path.cwd()}, where relative paths start); check the path, or "
-                    "name a task",
-                )
+                if Path(name).expanduser().is_absolute():
+                    remedy = f"; check the path. If the file was moved, give the new one: {key}=FILE"
+                else:
+                    remedy = f" (looked in {Path.cwd()}, where relative paths start); check the path, or name a task"
+                yield Clash((key,), f"no such file: {name}{remedy}")
 
 
 def fits_checkpoint(before: Config, checkpoint: Path) -> Check:

@@ -297,7 +297,10 @@ def find_checkpoint(run: RunDirectory, settings: TrainerConfig, wanted: str) -> 
         raise RunError(f"--step = {wanted}: use the number of a saved step, or best")
     checkpoint = checkpoints.at(int(wanted)) if wanted else checkpoints.latest()
     if checkpoint is None:
-        raise RunError(f"{run.path}: no checkpoint yet; wait for one, let the run finish, or stop it with Ctrl-C")
+        raise RunError(
+            f"{run.path}: no checkpoint yet; wait for one or, if the run was stopped, continue it: "
+            f"headwater train --resume {run.path}"
+        )
     return checkpoint
 
 

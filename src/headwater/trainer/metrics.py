@@ -18,7 +18,7 @@ import torch
 from headwater.config.schema import Config
 from headwater.core.capabilities import EngineStatus
 from headwater.core.errors import HeadwaterError
-from headwater.core.records import DropKind, Trajectory
+from headwater.core.records import NOT_SAMPLED, DropKind, Trajectory
 from headwater.models.virtual_memory import mapped_bytes
 from headwater.rollout.group import GroupTimes, RolloutBatch, episode_metrics, reward_metrics
 from headwater.rollout.snapshot import Books
@@ -120,7 +120,7 @@ def rate_metrics(
     """Tokens per second, and milliseconds per token of each part of the step."""
     step_s = sum(stages.values())
     total = sum(len(each.tokens) for each in trajectories)
-    generated = total - sum(each.prompt_length for each in trajectories)
+    generated = int(sum(np.count_nonzero(each.arrays.versions != NOT_SAMPLED) for each in trajectories))
     per_token = {"step": (step_s, total), "generate": (seconds.get("generate"), generated)}
     per_token |= {name: (stages.get(name), total) for name in ("experience", "train", "publish")}
     return {

@@ -58,13 +58,23 @@ def _has_numbers(record: _Record, names: Sequence[str]) -> bool:
 
 def how_to_resume(run: RunDirectory, total_steps: int | None = None) -> str:
     """For an interrupted run. With ``total_steps``, say so if all steps were already done."""
-    command = resume_in_python(run) if needs_its_script(run) else f"headwater train --resume {run.path}"
     steps = run.checkpoint_steps()
     if not steps:
-        return f"Interrupted before the first checkpoint. Start again with:  {command}"
+        return f"Interrupted before the first checkpoint. Start again with:  {_resuming(run)}"
     if total_steps is not None and steps[-1] >= total_steps:
         return f"Interrupted; all {total_steps} steps are done and saved in {run.path}"
-    return f"Interrupted; everything up to step {steps[-1]} is saved. Resume with:  {command}"
+    return f"Interrupted; everything up to step {steps[-1]} is saved. Resume with:  {_resuming(run)}"
+
+
+def what_is_kept(run: RunDirectory) -> str:
+    """For a run that an error has ended; empty if it has no checkpoint."""
+    if not (steps := run.checkpoint_steps()):
+        return ""
+    return f"Everything up to step {steps[-1]} is saved. When the error is fixed, resume with:  {_resuming(run)}"
+
+
+def _resuming(run: RunDirectory) -> str:
+    return resume_in_python(run) if needs_its_script(run) else f"headwater train --resume {run.path}"
 
 
 def resume_in_python(run: RunDirectory) -> str:
@@ -160,11 +170,11 @@ def hints(train: Sequence[_Record]) -> list[str]:
     lines = []
     reward, informative = _at_the_end(train, "reward/mean"), _at_the_end(train, "groups/informative_fraction")
     if _at_the_end(train, "stopped_fraction") < 0.5:
-        lines.append("Most responses hit the length limit: raise rollout.max_new_tokens.")
+        lines.append("Most responses hit a length limit: raise rollout.max_new_tokens, or that of a turn.")
     if informative < 0.2 and reward < 0.1:
         lines.append("Nearly every group got the same low reward: try an easier task, a better model or a warm_start.")
     elif informative < 0.2 and reward > 0.8:
-        lines.append("Most groups already get full reward: try a harder task, for example larger data.task_args.")
+        lines.append("Most groups already get full reward: try harder prompts (for a task: data.task_args).")
     return lines
 
 

@@ -32,6 +32,15 @@ def test_a_missing_file_is_named_first_with_its_key(write):
         assert others
 
 
+def test_a_missing_file_of_a_run_is_named_with_the_remedy_for_files_that_were_moved(tmp_path):
+    """The config of a run has absolute paths."""
+    name = tmp_path / "missing.jsonl"
+    (problem,) = refused(None, [f"data.train={name}"], files_exist)
+    assert problem.endswith(
+        f"no such file: {name}; check the path. If the file was moved, give the new one: data.train=FILE"
+    )
+
+
 def test_patterns_and_the_names_of_a_custom_dataset_are_no_missing_files(write):
     write("part-1.jsonl", "{}")
     for overrides in (["data.train=part-*.jsonl"], ["data.train=x.jsonl", "data.dataset=my.py:Mine"]):

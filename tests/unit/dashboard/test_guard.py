@@ -160,7 +160,7 @@ def test_scripts_in_texts_stay_texts(client):
 
 
 def test_an_export_has_the_answers_of_the_server(client, runs_dir, tmp_path, capsys):
-    file = tmp_path / "run.html"
+    file = tmp_path / "pages" / "run.html"
     assert main(["ui", str(runs_dir / "first"), "--export", str(file)]) == 0
     assert "open it in any browser" in capsys.readouterr().out
     html = file.read_text()

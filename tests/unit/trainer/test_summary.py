@@ -24,7 +24,7 @@ def test_advice(tmp_path):
     for changes, advice in (
         ({"stopped_fraction": 0.1}, "raise rollout.max_new_tokens"),
         ({"reward/mean": 0.0, "groups/informative_fraction": 0.0}, "try an easier task"),
-        ({"reward/mean": 1.0, "groups/informative_fraction": 0.0}, "already get full reward: try a harder task"),
+        ({"reward/mean": 1.0, "groups/informative_fraction": 0.0}, "already get full reward: try harder prompts"),
         ({}, "Reward barely moved"),
     ):
         assert advice in " ".join(suggestions(run, [record(step, **changes) for step in range(10)], [{}])), changes
