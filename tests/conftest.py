@@ -55,8 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Files whose slow tests share one name their group themselves, because they also need to be spread evenly.
     """
     for item in items:
-        has_group = item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")
-        if not has_group and _shares_a_fixture(item):
+        is_placed = item.get_closest_marker("slow") or item.get_closest_marker("xdist_group")
+        if not is_placed and _shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(_TESTS).as_posix()))
 
 

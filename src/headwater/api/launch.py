@@ -370,12 +370,12 @@ def _announce(run: RunDirectory, config: Config, display: Display) -> None:
 def _resuming(path: Path) -> str:
     from headwater.config.load import load_config
     from headwater.observe.run_directory import RunDirectory
-    from headwater.trainer.summary import needs_its_script, resume_in_python
+    from headwater.trainer.summary import needs_its_script, resume_command
 
     run = RunDirectory(path)
+    command = resume_command(run)
     if needs_its_script(run):
-        return resume_in_python(run)
-    command = f"headwater train --resume {path}"
+        return command
     try:
         config = load_config(run.config_file, was_accepted=True).config
         done = max(run.checkpoint_steps(), default=0)

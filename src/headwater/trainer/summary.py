@@ -60,26 +60,24 @@ def how_to_resume(run: RunDirectory, total_steps: int | None = None) -> str:
     """For an interrupted run. With ``total_steps``, say so if all steps were already done."""
     steps = run.checkpoint_steps()
     if not steps:
-        return f"Interrupted before the first checkpoint. Start again with:  {_resuming(run)}"
+        return f"Interrupted before the first checkpoint. Start again with:  {resume_command(run)}"
     if total_steps is not None and steps[-1] >= total_steps:
         return f"Interrupted; all {total_steps} steps are done and saved in {run.path}"
-    return f"Interrupted; everything up to step {steps[-1]} is saved. Resume with:  {_resuming(run)}"
+    return f"Interrupted; everything up to step {steps[-1]} is saved. Resume with:  {resume_command(run)}"
 
 
 def what_is_kept(run: RunDirectory) -> str:
     """For a run that an error has ended; empty if it has no checkpoint."""
     if not (steps := run.checkpoint_steps()):
         return ""
-    return f"Everything up to step {steps[-1]} is saved. When the error is fixed, resume with:  {_resuming(run)}"
+    return f"Everything up to step {steps[-1]} is saved. When the error is fixed, resume with:  {resume_command(run)}"
 
 
-def _resuming(run: RunDirectory) -> str:
-    return resume_in_python(run) if needs_its_script(run) else f"headwater train --resume {run.path}"
-
-
-def resume_in_python(run: RunDirectory) -> str:
-    """For a run that commands cannot resume."""
-    return f'train(..., resume="{run.path}") in Python, with the same data and functions'
+def resume_command(run: RunDirectory) -> str:
+    """The command, or what to call in Python for a run that commands cannot resume."""
+    if needs_its_script(run):
+        return f'train(..., resume="{run.path}") in Python, with the same data and functions'
+    return f"headwater train --resume {run.path}"
 
 
 def _points(records: Sequence[_Record]) -> list[tuple[int, float]]:
