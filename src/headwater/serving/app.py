@@ -49,7 +49,7 @@ def build_app(
     app[sglang_distributed.OPEN] = []
     app[weight_group.MEMBERSHIP] = weight_group.Membership()
     app.on_shutdown.append(native_routes.close_sockets)
-    app.on_cleanup.append(_end_threads)
+    app.on_cleanup.extend((_leave_groups, _end_threads))
     app.add_routes([*openai_routes.ROUTES, *sglang_routes.ROUTES, *native_routes.ROUTES, *control_routes.ROUTES])
     app.add_routes([*weight_stream.ROUTES, *weight_group.ROUTES, *sglang_distributed.ROUTES, *routes])
     return app
@@ -126,6 +126,14 @@ def _name_of_host(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
+
+
+async def _leave_groups(app: web.Application) -> None:
+    """A server that ends within a process that goes on must not keep the threads of its groups."""
+    app[weight_group.MEMBERSHIP].leave()
+    for link in app[sglang_distributed.GROUPS].values():
+        link.close()
+    app[sglang_distributed.GROUPS].clear()
 
 
 async def _end_threads(app: web.Application) -> None:

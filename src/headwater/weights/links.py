@@ -52,9 +52,17 @@ class Meeting:
     """Whether NCCL's members connect when they meet. Only if all of them are Headwater's."""
 
 
-@cache
 def host_store(host: str) -> TCPStore:
     """A store of this process that listens on one address, for as long as the process lives."""
+    with _hosting:  # members that met in two stores of one address would wait for each other
+        return _store_on(host)
+
+
+_hosting = threading.Lock()
+
+
+@cache
+def _store_on(host: str) -> TCPStore:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.bind((host, 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -15,12 +17,13 @@ from serving.parts import assert_refused
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from headwater.config.schema import EngineConfig
+from headwater.core.errors import WeightsError
 from headwater.core.parcels import Parcel, SendOrder
 from headwater.engine.engine import Engine
 from headwater.models.checksum import checksum
 from headwater.serving.app import build_app
 from headwater.serving.options import ServerOptions
-from headwater.serving.sglang.distributed import InitGroup, UpdateFromGroup, _receive
+from headwater.serving.sglang.distributed import GROUPS, InitGroup, UpdateFromGroup, _receive
 from headwater.serving.weight_group import BroadcastCall, JoinCall
 from headwater.weights.links import Link, Meeting, host_store
 
@@ -76,42 +79,63 @@ def engine():
     made.close()
 
 
-def test_a_trainer_for_sglang_sends_weights_over_its_own_group(engine):
-    learner = tiny.model(1)
-    named = [(name, each.detach()) for name, each in learner.named_parameters()]
-    body = {
-        "names": [name for name, _ in named],
-        "dtypes": ["float32"] * len(named),
-        "shapes": [list(each.shape) for _, each in named],
-    }
-    port = host_store("127.0.0.1").port
+Post = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
-    async def run(client: TestClient[Any, Any]) -> list[Any]:
-        async def post(path: str, values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-            async with client.post(path, json=values) as answer:
-                return answer.status, await answer.json()
 
-        await post("/begin_weight_update", {})  # of a trainer that died then
-        replies = [await post("/update_weights_from_distributed", body)]
-        replies.append(await post("/init_weights_update_group", {**GROUP, "master_port": port, "backend": "gloo"}))
-        replies.append(await post("/update_weights_from_distributed", {**body, "names": ["w", *body["names"][1:]]}))
-        replies.append(await post("/update_weights_from_distributed", {**body, "weight_version": "7"}))
-        replies.append(await post("/destroy_weights_update_group", {}))
-        replies.append(await post("/destroy_weights_update_group", {}))
-        return replies
+def replies_beside_trainer(
+    engine: Engine, named: list[tuple[str, torch.Tensor]], run: Callable[[Post, dict[str, Any]], Awaitable[list[Any]]]
+) -> list[Any]:
+    """What the server answers to the calls of ``run``, which is told how to join the group of a trainer that sends."""
+    group = f"group-{uuid.uuid4().hex}"  # a test that is run again must not meet the members of the first time
+    joins = {**GROUP, "master_port": host_store("127.0.0.1").port, "backend": "gloo", "group_name": group}
 
     async def served() -> list[Any]:
         app = build_app(engine, tiny.tokenizer(), ServerOptions("tiny"))
         async with TestClient(TestServer(app)) as client:
-            return await asyncio.wait_for(run(client), 120)
+
+            async def post(path: str, values: dict[str, Any]) -> dict[str, Any]:
+                async with client.post(path, json=values) as answer:
+                    return await answer.json()
+
+            replies = await asyncio.wait_for(run(post, joins), 120)
+            joined = [*app[GROUPS].values()]
+        for each in joined:
+            with pytest.raises(WeightsError, match="has left the group"):
+                each.broadcast(torch.zeros(1))
+        return replies
 
     with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(trainer, "weight_update_group", [each for _, each in named])
-        replies = asyncio.run(served())
-        sending.result(60)
-    assert [each[1]["success"] for each in replies] == [False, True, False, True, True, False]
-    assert "call /init_weights_update_group first" in replies[0][1]["message"]
-    assert "unknown w" in replies[2][1]["message"]
+        sending = threads.submit(trainer, group, [each for _, each in named])
+        try:
+            return asyncio.run(served())
+        finally:
+            sending.result(120)  # its error says why the server waited
+
+
+def body(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    shapes = [list(each.shape) for _, each in part]
+    return {"names": [name for name, _ in part], "dtypes": ["float32"] * len(part), "shapes": shapes}
+
+
+def test_a_trainer_for_sglang_sends_weights_over_its_own_group(engine):
+    learner = tiny.model(1)
+    named = [(name, each.detach()) for name, each in learner.named_parameters()]
+
+    async def run(post: Post, joins: dict[str, Any]) -> list[Any]:
+        group = {"group_name": joins["group_name"]}
+        update = {**body(named), **group}
+        await post("/begin_weight_update", {})  # of a trainer that died then
+        replies = [await post("/update_weights_from_distributed", update)]
+        replies.append(await post("/init_weights_update_group", joins))
+        replies.append(await post("/update_weights_from_distributed", {**update, "names": ["w", *update["names"][1:]]}))
+        replies.append(await post("/update_weights_from_distributed", {**update, "weight_version": "7"}))
+        replies.append(await post("/destroy_weights_update_group", group))
+        return [*replies, await post("/destroy_weights_update_group", group)]
+
+    replies = replies_beside_trainer(engine, named, run)
+    assert [each["success"] for each in replies] == [False, True, False, True, True, False]
+    assert "call /init_weights_update_group first" in replies[0]["message"]
+    assert "unknown w" in replies[2]["message"]
     assert engine.weights_checksum() == checksum(learner.named_parameters())
     assert engine.get_version() == 7
 
@@ -121,34 +145,17 @@ def test_a_trainer_for_newer_versions_sends_the_weights_of_an_update_in_several_
     named = [(name, each.detach()) for name, each in learner.named_parameters()]
     checksums = []
 
-    def body(part: list[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        shapes = [list(each.shape) for _, each in part]
-        return {"names": [name for name, _ in part], "dtypes": ["float32"] * len(part), "shapes": shapes}
-
-    async def run(client: TestClient[Any, Any]) -> list[bool]:
-        async def post(path: str, values: dict[str, Any]) -> bool:
-            async with client.post(path, json=values) as answer:
-                return (await answer.json())["success"]
-
-        joined = {**GROUP, "master_port": host_store("127.0.0.1").port, "backend": "gloo", "group_name": "newer"}
-        replies = [await post("/end_weight_update", {}), await post("/init_weights_update_group", joined)]
+    async def run(post: Post, joins: dict[str, Any]) -> list[Any]:
+        replies = [await post("/end_weight_update", {}), await post("/init_weights_update_group", joins)]
         replies += [await post("/begin_weight_update", {}), await post("/begin_weight_update", {"selector": "all"})]
         for part, last in ((named[:2], {}), (named[2:], {"weight_version": "7"})):
-            call = {**body(part), "group_name": "newer", **last}
+            call = {**body(part), "group_name": joins["group_name"], **last}
             replies.append(await post("/update_weights_from_distributed", call))
             checksums.append(engine.weights_checksum())
         return [*replies, await post("/end_weight_update", {})]
 
-    async def served() -> list[bool]:
-        app = build_app(engine, tiny.tokenizer(), ServerOptions("tiny"))
-        async with TestClient(TestServer(app)) as client:
-            return await asyncio.wait_for(run(client), 120)
-
-    with ThreadPoolExecutor(1) as threads:
-        sending = threads.submit(trainer, "newer", [each for _, each in named])
-        replies = asyncio.run(served())
-        sending.result(60)
-    assert replies == [False, True, True, False, True, True, True]
+    replies = replies_beside_trainer(engine, named, run)
+    assert [each["success"] for each in replies] == [False, True, True, False, True, True, True]
     assert checksums == [before, before], "requests never see a part of an update"
     assert (engine.weights_checksum(), engine.get_version()) == (checksum(learner.named_parameters()), 7)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,10 +33,15 @@ from headwater.weights.pieces import GroupMember, PieceReceiver, PieceSender, cu
 LIMIT_S = 240.0
 
 
+def unique(name: str) -> str:
+    return f"{name}-{uuid.uuid4().hex}"
+
+
 def order(name: str, **settings: Any) -> SendOrder:
+    """Of a group of its own: a test that is run again must not meet the members of the first time."""
     port = host_store("127.0.0.1").port
     values = {"num_receivers": 2, "dtype": "float32", "bucket_bytes": 2**14, "limit_s": 120.0, **settings}
-    return SendOrder(name, "127.0.0.1", port, **values)
+    return SendOrder(unique(name), "127.0.0.1", port, **values)
 
 
 def halves(model: Any) -> list[Parcel]:
@@ -147,10 +153,21 @@ def test_a_receiver_that_leaves_in_the_middle_does_not_hold_up_the_ranks_or_the_
     long_enough(check, 5.0, 60.0)
 
 
+def test_threads_that_ask_for_a_store_at_the_same_time_get_one():
+    """Members that meet in different stores would wait for each other."""
+    begin = threading.Barrier(4)
+
+    def ask() -> TCPStore:
+        begin.wait(LIMIT_S)
+        return host_store("localhost")  # which no other test asks for
+
+    assert len({id(each) for each in together(*[ask] * 4)}) == 1
+
+
 def test_members_that_do_not_come_are_named_within_the_limit():
     using = order("alone", limit_s=0.5)
-    assert "member 0 of 3 could not join alone/0 at 127.0.0.1" in PieceSender(0).connect(using).failure
-    with pytest.raises(WeightsError, match=r"member 1 of 3 could not join alone/0 .* within 0\.5 s"):
+    assert "member 0 of 3 could not join alone-" in PieceSender(0).connect(using).failure
+    with pytest.raises(WeightsError, match=r"member 1 of 3 could not join alone-.* within 0\.5 s"):
         GroupMember.join(using, 1, 2)
 
 
@@ -207,17 +224,19 @@ def test_an_update_that_fails_before_the_engine_begins_is_told_to_those_that_wai
 def test_a_group_of_torchs_own_kind_can_be_the_other_end():
     """As trainers for SGLang make it: ``PrefixStore`` of the group's name inside a group of that name."""
     port = host_store("127.0.0.1").port
-    sent, received = torch.arange(6.0), torch.zeros(6)
+    sent, received, name = torch.arange(6.0), torch.zeros(6), unique("w")
 
     def other_end() -> None:
-        store = PrefixStore("cpu/", PrefixStore("w/", PrefixStore("w", TCPStore("127.0.0.1", port, is_master=False))))
+        store: Any = TCPStore("127.0.0.1", port, is_master=False)
+        for prefix in (name, f"{name}/", "cpu/"):
+            store = PrefixStore(prefix, store)
         options = ProcessGroupGloo._Options()
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=LIMIT_S)
         ProcessGroupGloo(store, 0, 2, options).broadcast([sent]).wait()
 
     def this_end() -> None:
-        Link.connect(Meeting("127.0.0.1", port, "w", limit_s=LIMIT_S), 1, 2).broadcast(received).wait()
+        Link.connect(Meeting("127.0.0.1", port, name, limit_s=LIMIT_S), 1, 2).broadcast(received).wait()
 
     together(other_end, this_end)
     assert torch.equal(sent, received)
@@ -280,11 +299,11 @@ def test_variables_of_nccl_are_changed_only_while_a_group_is_made(monkeypatch):
 def test_members_connect_together_or_say_within_the_limit_who_is_missing(monkeypatch):
     """What NCCL's members do when they meet, over gloo: NCCL needs a GPU."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    port = host_store("127.0.0.1").port
+    port, met, one = host_store("127.0.0.1").port, unique("met"), unique("one")
 
     def connect(rank: int) -> str:
-        link = Link.connect(Meeting("127.0.0.1", port, "met", limit_s=LIMIT_S), rank, 2)
-        link._connect_all(PrefixStore("met", TCPStore("127.0.0.1", port, is_master=False)), rank, 2)
+        link = Link.connect(Meeting("127.0.0.1", port, met, limit_s=LIMIT_S), rank, 2)
+        link._connect_all(PrefixStore(met, TCPStore("127.0.0.1", port, is_master=False)), rank, 2)
         tensor = torch.full((3,), float(rank))
         link.broadcast(tensor).wait()
         link.close()
@@ -292,9 +311,9 @@ def test_members_connect_together_or_say_within_the_limit_who_is_missing(monkeyp
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(connect, range(2))) == [str([0.0] * 3)] * 2
-    alone = Link.connect(Meeting("127.0.0.1", port, "alone", limit_s=LIMIT_S), 0, 1)
+    alone = Link.connect(Meeting("127.0.0.1", port, one, limit_s=LIMIT_S), 0, 1)
     alone._meeting = replace(alone._meeting, limit_s=0.2)
-    store = PrefixStore("alone", TCPStore("127.0.0.1", port, is_master=False))
+    store = PrefixStore(one, TCPStore("127.0.0.1", port, is_master=False))
     with pytest.raises(RuntimeError, match="here/1"):
         alone._connect_all(store, 0, 2)
     with pytest.raises(WeightsError, match="has left the group"):
