@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,21 @@ def test_stop_from_another_thread(tmp_path):
         trainer.stop()
         thread.join(0.2)
     assert 1 <= result[0].step < 500
+
+
+def test_an_interrupted_call_leaves_no_request_behind(monkeypatch):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with Engine("tiny:qwen3", max_sequences=2) as engine:
+        monkeypatch.setattr("headwater.api.engine.wait_for_future", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(["a"] * 8, max_new_tokens=2000)
+        deadline = time.monotonic() + 120
+        while (status := engine._engine.status()).num_running or status.num_waiting:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.01)
+        assert status.metrics["num_tokens_generated"] < 8 * 2000, "they were not ended, but came to their end"
 
 
 def test_the_engine_generates_and_chats():

@@ -161,10 +161,15 @@ class Engine:
         # All of them are submitted before any is awaited, so that they are one batch.
         futures = [self._tasks.start(self._engine.agenerate(request)) for request in requests]
         what = f"{len(futures)} responses of {params.max_new_tokens} tokens at most"
-        return [
-            self._completion(wait_for_future(each, lambda: what, kind="generation", hard_limit_s=_LIMIT_S))
-            for each in futures
-        ]
+        try:
+            return [
+                self._completion(wait_for_future(each, lambda: what, kind="generation", hard_limit_s=_LIMIT_S))
+                for each in futures
+            ]
+        except BaseException:  # an interrupt, or one that failed: nobody waits for the others
+            for each in futures:
+                each.cancel()
+            raise
 
     def _tokens(self, prompt: Any, images: Sequence[Any]) -> tuple[tuple[int, ...], Media]:
         from headwater.chat.render import encode_plain, encode_rendered, render_chat

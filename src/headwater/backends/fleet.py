@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsM
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import InferenceEngine
+from headwater.core.waits import start_in_thread
 from headwater.models.device import resolve_device
 
 Start = Callable[[], InferenceEngine]
@@ -115,8 +116,13 @@ def _start_all(starts: Sequence[Start]) -> list[InferenceEngine]:
     """Start or connect to all servers at the same time, because each may take minutes. If one fails, close the rest."""
     if len(starts) == 1:
         return [starts[0]()]
-    with ThreadPoolExecutor(len(starts), thread_name_prefix="headwater-fleet") as threads:
-        started = [threads.submit(start) for start in starts]
+    started = [start_in_thread(start, "headwater-fleet") for start in starts]
+    try:
+        wait(started)
+    except BaseException:  # an interrupt must not last until all of them have loaded their models
+        for each in started:
+            each.add_done_callback(_close_started)
+        raise
     errors = [error for each in started if (error := each.exception()) is not None]
     if errors:
         for each in started:
@@ -124,3 +130,8 @@ def _start_all(starts: Sequence[Start]) -> list[InferenceEngine]:
                 each.result().close()
         raise errors[0]
     return [each.result() for each in started]
+
+
+def _close_started(start: Future[InferenceEngine]) -> None:
+    if start.exception() is None:
+        start.result().close()

@@ -24,8 +24,7 @@ from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, Me
 from headwater.core.errors import QueueFull, RequestError, RolloutFailed, WeightsError, WeightsIncomplete
 from headwater.core.protocols import EngineLimits, WeightUpdate, whole_response
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
-from headwater.core.waits import named_wait
-from headwater.engine.delivery import in_thread
+from headwater.core.waits import named_wait, start_in_thread
 from headwater.engine.media_reader import MediaReader, refuse_media
 from headwater.models.checksum import checksum, dtype_name
 from headwater.models.load import load_model, load_processor, load_tokenizer
@@ -223,7 +222,7 @@ class HfEngine:
             refused: Future[None] = Future()
             refused.set_exception(error)
             return refused
-        return in_thread(take)
+        return start_in_thread(take, "headwater-weights")
 
     @contextmanager
     def _updating(self) -> Iterator[None]:

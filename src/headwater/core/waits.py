@@ -147,6 +147,23 @@ def wait_for_future(
                 while_waiting()
 
 
+def start_in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run a call that may block in a thread of its own. It holds up no other call, and not the end of the process."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # it begins now, so it cannot be cancelled
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  the error belongs to the one who waits for the future
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
 def poll(
     predicate: Callable[[], bool],
     describe: Callable[[], str],

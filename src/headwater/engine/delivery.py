@@ -196,23 +196,6 @@ def failure_of(ended: EngineSequence) -> RolloutFailed:
     return failure
 
 
-def in_thread(action: Callable[[], None]) -> Future[None]:
-    """Run ``action`` in a thread, so that reading a large file does not hold up generation."""
-    done: Future[None] = Future()
-    done.set_running_or_notify_cancel()  # it begins now, so it cannot be cancelled
-
-    def run() -> None:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001  the error belongs to the caller, who waits for the future
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="headwater-weights", daemon=True).start()
-    return done
-
-
 _WINDOW_S = 5.0
 _LEAST_SPAN_S = 1.0
 

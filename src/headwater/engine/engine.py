@@ -24,7 +24,8 @@ from headwater.core.errors import ConfigError, WeightsError, WeightsIncomplete
 from headwater.core.interpreter import garbage_put_off, settle_garbage
 from headwater.core.protocols import EngineLimits, RoundSink, WeightUpdate
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingFeature
-from headwater.engine.delivery import Gathering, Mailboxes, failure_of, in_thread, wait_for
+from headwater.core.waits import start_in_thread
+from headwater.engine.delivery import Gathering, Mailboxes, failure_of, wait_for
 from headwater.engine.grammar import Grammars
 from headwater.engine.intake import EngineFollower, Intake, RequestLimits
 from headwater.engine.kv_cache import KVCache, num_pages_for, page_tokens_for
@@ -368,7 +369,7 @@ class Engine:
             with file_update(path, version, dtype_of_checksum(self.capabilities.dtype)) as stream:
                 wait_for(self.update_weights(stream, mode), f"the weights of {path}")
 
-        return in_thread(update)
+        return start_in_thread(update, "headwater-weights")  # reading a large file does not hold up generation
 
     def _swap(self, receiver: Receiver, update: WeightUpdate, mode: UpdateMode, stream: Any) -> None:
         """Take an update. Its tensors are read on the caller's stream, so after the work that made them."""

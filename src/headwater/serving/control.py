@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from headwater.core.capabilities import ALL_TAGS, MemoryTag, UpdateMode
 from headwater.core.errors import WaitTimeout
 from headwater.core.protocols import InferenceEngine
-from headwater.core.waits import named_wait, wait_for_future
+from headwater.core.waits import named_wait, start_in_thread, wait_for_future
 from headwater.models.checksum import dtype_of_checksum
 from headwater.serving.errors import ApiError, wrong
 from headwater.serving.fields import Fields
@@ -99,19 +98,7 @@ async def in_own_thread(work: Callable[[], T]) -> T:
     Calls that block hold up no others, as they would in a pool of threads, and the process can end while they do. A
     client that disconnects does not end its call.
     """
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001  the error belongs to the caller, who waits for the future
-            done.set_exception(error)
-        else:
-            done.set_result(result)
-
-    threading.Thread(target=run, name="headwater-control", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(start_in_thread(work, "headwater-control"))
 
 
 class WeightUpdates:

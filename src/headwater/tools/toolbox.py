@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
@@ -22,7 +20,7 @@ from headwater.core.errors import ConfigError, DataError, HeadwaterError
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import nearest
-from headwater.core.waits import wait_for_future
+from headwater.core.waits import start_in_thread, wait_for_future
 from headwater.data.media import MediaSettings
 from headwater.tools.config import ToolEntry, read_entries
 from headwater.tools.loaded import LoadedTool, MadeTool
@@ -202,13 +200,5 @@ def run_apart(work: Coroutine[Any, Any, T], what: str, limit_s: float = _CHECK_L
 
     Tools are made and checked before the event loop of the episodes exists.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001  raised again by the thread that waits
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="tools-check", daemon=True).start()
+    future = start_in_thread(lambda: asyncio.run(work), "tools-check")
     return wait_for_future(future, lambda: what, kind="tools", hard_limit_s=limit_s)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from headwater.backends import BACKENDS, BackendContext, engine_device, missing_capabilities
+from headwater.backends import BACKENDS, BackendContext, engine_device, fleet, missing_capabilities
 from headwater.backends.fleet import check_weight_link, devices_of_servers
 from headwater.backends.native.engine import NativeEngine
 from headwater.config.load import load_config
@@ -19,6 +21,7 @@ from headwater.observe.spans import Spans
 from headwater.trainer.rollout_setup import make_engine
 
 EVERYTHING = Capabilities()
+LIMIT_S = 120.0
 
 
 @pytest.fixture
@@ -178,3 +181,25 @@ def test_weights_are_sent_to_a_server_as_the_settings_say(monkeypatch):
                 "http://127.0.0.1:1", BackendContext(load_config(None, settings).config, "", None, Spans())
             )
         assert tuple(given[name] for name in ("transfer", "link", "encoding", "weight_folder")) == expected
+
+
+def test_an_interrupted_start_of_several_servers_ends_at_once_and_closes_those_that_are_ready_later(monkeypatch):
+    may_be_ready, closed = threading.Event(), threading.Semaphore(0)
+
+    class Ready:
+        def close(self) -> None:
+            closed.release()
+
+    def start() -> Any:
+        assert may_be_ready.wait(LIMIT_S)
+        return Ready()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fleet, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fleet._start_all([start, start])
+    may_be_ready.set()
+    assert closed.acquire(timeout=LIMIT_S)
+    assert closed.acquire(timeout=LIMIT_S)

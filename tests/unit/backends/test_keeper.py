@@ -226,6 +226,42 @@ def test_the_first_error_is_shown_even_if_much_is_printed_after_it():
     assert str(caught.value).endswith("waits\nRuntimeError: see above")
 
 
+def test_a_server_whose_end_is_interrupted_leaves_no_process():
+    """As with Ctrl-C while it loads its model: who ends it is cancelled as well."""
+    code = (
+        "import subprocess, sys, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('worker', worker.pid, flush=True); time.sleep(600)"
+    )
+    command = Command([sys.executable, "-c", code], "a model", re.compile(r"never (x)"))
+    printed = []
+
+    async def run() -> None:
+        starting = asyncio.create_task(ChildServer.start(command, echo=printed.append))
+        deadline = time.monotonic() + LIMIT_S
+        while not (named := re.search(r"worker (\d+)\n", "".join(printed))):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        await asyncio.sleep(0.1)  # now it waits for the end of the process
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        while is_running(int(named[1])):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # asyncio notices the end of the other process
+
+    asyncio.run(run())
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended stays known until the one that adopted it has taken note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 # A process that lives and whose engine does not
 
 

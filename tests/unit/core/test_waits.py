@@ -17,7 +17,7 @@ import pytest
 
 from headwater.core import waits
 from headwater.core.errors import WaitTimeout
-from headwater.core.waits import OpenWait, named_wait, open_waits, wait_for_future, wait_until
+from headwater.core.waits import OpenWait, named_wait, open_waits, start_in_thread, wait_for_future, wait_until
 
 
 def eventually(read, seconds=120.0):
@@ -273,3 +273,13 @@ def test_ctrl_c_is_heard(what):
         child.send_signal(signal.SIGINT)
         assert child.communicate(timeout=300)[0] == "heard\n"
         assert child.returncode == 0
+
+
+def test_a_call_in_a_thread_has_begun_when_the_future_is_there_and_cannot_be_cancelled():
+    release = threading.Event()
+    done = start_in_thread(lambda: release.wait(120), "test")
+    assert not done.cancel()
+    release.set()
+    assert done.result(120) is True
+    with pytest.raises(ZeroDivisionError):
+        start_in_thread(lambda: 1 / 0, "test").result(120)

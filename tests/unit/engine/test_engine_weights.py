@@ -31,7 +31,6 @@ from tiny import tokenizer
 from headwater.config.schema import EngineConfig
 from headwater.core.errors import LogitsBroken, RolloutFailed, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
-from headwater.engine.delivery import in_thread
 from headwater.engine.engine import Engine
 from headwater.weights.memory import Receiver
 
@@ -553,14 +552,6 @@ def test_a_refused_update_is_a_failed_future_also_when_the_engine_is_closed():
         engine.close()
         with pytest.raises(RolloutFailed, match="closed"):
             engine.update_weights(weights(1, 1)).result(LIMIT_S)
-
-
-def test_reading_weights_has_begun_when_the_future_is_there_and_cannot_be_cancelled():
-    release = threading.Event()
-    done = in_thread(lambda: release.wait(LIMIT_S))
-    assert not done.cancel()
-    release.set()
-    assert done.result(LIMIT_S) is None
 
 
 def test_tied_weights_may_come_under_either_name(new):

@@ -149,14 +149,18 @@ class ChildServer:
             self._process.kill()
 
     async def stop(self) -> None:
-        """End it with SIGTERM, and with SIGKILL if that takes too long."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            try:
-                await asyncio.wait_for(self._exit_status(), _STOP_LIMIT_S)
-            except TimeoutError:
-                self.kill()
-        await self.wait()
+        """End it with SIGTERM, and with SIGKILL if that takes too long or the caller is cancelled."""
+        try:
+            if self._process.returncode is None:
+                self._process.terminate()
+                try:
+                    await asyncio.wait_for(self._exit_status(), _STOP_LIMIT_S)
+                except TimeoutError:
+                    self.kill()
+            await self.wait()
+        except BaseException:
+            self._end_group()  # nobody else would
+            raise
 
     async def _until_ready(self) -> None:
         ready, ended = asyncio.create_task(self._ready.wait()), asyncio.create_task(self.wait())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import sys
@@ -18,6 +19,8 @@ from headwater.backends.launch.keeper import ChildKeeper, ServerProcess
 from headwater.backends.remote.link import LinkLost, ServerInfo, ServerLink
 from headwater.backends.remote.session import RemoteSession
 from headwater.core.errors import ConfigError, HeadwaterError, RolloutFailed, WaitTimeout
+
+logger = logging.getLogger(__name__)
 
 _CHILD = Path(__file__).parent / "inside" / "headwater_server_child.py"
 """What the Python of the other program runs."""
@@ -95,6 +98,11 @@ class ConnectedServer:
                 await self._connect()
             except HeadwaterError as error:
                 self._session.fail(RolloutFailed(str(error)))
+                return
+            except Exception as error:  # such as an answer of another program at this address
+                logger.exception("%s: connecting again failed", self._session.name)
+                cause = f"connecting again failed: {type(error).__name__}: {error}"
+                self._session.fail(RolloutFailed(f"{self._session.name}: {cause}"))
                 return
 
     async def _connect(self) -> None:

@@ -108,6 +108,8 @@ class RemoteSession:
             if not self._open:
                 self._generating.enter_context(self._spans.span("generate"))
             self._open[opened] = asyncio.create_task(self._run(opened))
+            # A task that is cancelled before its first step does not run at all.
+            self._open[opened].add_done_callback(lambda _: self._forget(opened))
 
     def leave(self, opened: OpenRequest) -> None:
         """The caller no longer waits for this request."""
@@ -149,10 +151,14 @@ class RemoteSession:
             logger.exception("%s: request %s failed", self.name, opened.request.request_id)
             opened.fail(RolloutFailed(f"{self.name}: {type(error).__name__}: {error}"))
         finally:
-            del self._open[opened]
-            self.on_progress()
-            if not self._open:
-                self._generating.close()
+            self._forget(opened)
+
+    def _forget(self, opened: OpenRequest) -> None:
+        if self._open.pop(opened, None) is None:
+            return
+        self.on_progress()
+        if not self._open:
+            self._generating.close()
 
     async def _send(self, opened: OpenRequest, link: ServerLink) -> None:
         opened.begin(self.weights.version)
@@ -309,12 +315,14 @@ class RemoteSession:
                     if not before:
                         await self._pause_for_update(link, "interrupt", limit_s)
                     await link.sleep(tags)
-            except HeadwaterError:
+            except (HeadwaterError, LinkLost):
                 self.asleep = before
                 raise
             finally:
-                await self._resume(link)
-                self._settle()
+                try:
+                    await self._resume(link)
+                finally:
+                    self._settle()
 
     async def _resume(self, link: ServerLink) -> None:
         if not self.is_paused and not self.asleep:

@@ -286,6 +286,7 @@ class RouterEngine:
         roster = self._roster
 
         def reachable() -> dict[str, Member]:
+            roster.check_open()
             members = roster.members.items()
             return {name: each for name, each in members if not each.lost and not each.is_unfit}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +12,7 @@ from typing import TypeVar
 from headwater.core.capabilities import Capabilities, EngineStatus, ServerStatus
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.protocols import EngineLimits, InferenceEngine
+from headwater.core.waits import start_in_thread
 
 T = TypeVar("T")
 
@@ -120,19 +120,7 @@ class Member:
 
     def start(self, action: Callable[[], T], what: str) -> Future[T]:
         """Run a call that may block in a separate thread, so that a server that hangs holds up no other."""
-        done: Future[T] = Future()
-        done.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                result = action()
-            except BaseException as error:  # noqa: BLE001  the error belongs to the one who waits for the future
-                done.set_exception(error)
-            else:
-                done.set_result(result)
-
-        threading.Thread(target=run, name=f"headwater-router-{what}-{self.name}", daemon=True).start()
-        return done
+        return start_in_thread(action, f"headwater-router-{what}-{self.name}")
 
     # Health
 

@@ -155,6 +155,7 @@ class Roster:
             if self.is_closed:
                 return
             self.is_closed = True
+            self.changed.notify_all()
             works = list(self.works.values())
         self._stop.set()
         for work in works:

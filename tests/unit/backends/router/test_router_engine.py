@@ -410,6 +410,17 @@ def test_control_calls_while_all_servers_are_lost_are_told_to_those_that_come_ba
         asyncio.run(all_of(router, [request(key, 2) for key in range(4)]))
 
 
+def test_closing_ends_an_update_that_waits_for_a_server():
+    engine = ScriptedEngine()
+    with routed(engine) as router:
+        engine.is_dead = True
+        until(lambda: not any(each.is_alive for each in router.status().servers))
+        sent = router.update_weights(update(1, 1.0))
+        until(lambda: any(each.kind == "weights" for each in open_waits()))
+    with pytest.raises(RolloutFailed, match="the engine is closed"):
+        sent.result(0)
+
+
 def test_a_control_call_that_all_servers_refuse_is_an_error(monkeypatch):
     """It could be repeated for ever: the servers are not lost."""
     engines = [ScriptedEngine(), ScriptedEngine()]

@@ -57,8 +57,7 @@ def main() -> None:
     program = sys.argv[1]
     if importlib.util.find_spec(program) is None:
         sys.exit(f"{sys.executable} has no package {program}; set rollout.launch.python to the Python that has it")
-    # vLLM opens its port at once, SGLang after it has loaded the model.
-    port = _free_port() if program == "vllm" else _unused_port()
+    port = _unused_port()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     threading.Thread(target=_announce, args=(port,), daemon=True).start()
     options = ["--host", _HOST, "--port", str(port), *(_vllm_options() if program == "vllm" else _sglang_options())]
@@ -93,7 +92,10 @@ def _free_port(wanted: int = 0) -> int:
 
 
 def _unused_port() -> int:
-    """A free port that the system does not give to other programs meanwhile, as it does with those for clients."""
+    """A free port that the system does not give to other programs meanwhile, as it does with those for clients.
+
+    The server opens it much later, after imports, and SGLang after it has loaded the model.
+    """
     first, last = 10_000, 32_768
     with contextlib.suppress(OSError, ValueError):
         last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
