@@ -130,7 +130,7 @@ def children(pid: int) -> list[int]:
 def is_gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
     return state == "Z"
 

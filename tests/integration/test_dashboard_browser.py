@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,7 @@ def test_a_half_written_run_is_explained(chrome: Any, dashboard: Dashboard) -> N
 
 
 def test_a_run_is_deleted_while_it_is_open(chrome: Any, dashboard: Dashboard, runs: Path) -> None:
+    shutil.rmtree(runs / "doomed", ignore_errors=True)  # of a first attempt
     shutil.copytree(runs / "first", runs / "doomed")
     with page_of(chrome, dashboard.url) as page:
         page.get_by_role("link", name="doomed").click()
@@ -371,13 +373,14 @@ def test_an_export_needs_no_server(chrome: Any, dashboard: Dashboard, tmp_path: 
 
 
 def test_a_live_run_is_followed(chrome: Any, dashboard: Dashboard, runs: Path, tmp_path: Path) -> None:
+    name = f"living-{uuid.uuid4().hex[:8]}"
     with page_of(chrome, dashboard.url) as page:
         names_of(page)
         go = tmp_path / "go"
         training = start_headwater("train", "quickstart", *CUT_DOWN, "trainer.total_steps=25", f"run.root={runs}",
-                                   "run.name=living", *waits_for(go, runs / "living", 2))  # fmt: skip
+                                   f"run.name={name}", *waits_for(go, runs / name, 2))  # fmt: skip
         try:
-            page.get_by_role("link", name="living").click()
+            page.get_by_role("link", name=name).click()
             page.get_by_text("running").first.wait_for()
             steps = "Number(document.querySelector('.title .steps')?.textContent.match(/step (\\d+)/)?.[1] ?? 0)"
             until(page, f"{steps} >= 1")

@@ -249,7 +249,7 @@ def test_a_hidden_page_holds_no_connection(chrome: Any, dashboard: Dashboard, ru
         document.dispatchEvent(new Event('visibilitychange'));
     }"""
     run = parts.make_run(runs, "hidden")
-    with page_of(chrome, f"{dashboard.url}#/run/hidden/metrics") as page:
+    with page_of(chrome, f"{dashboard.url}#/run/{run.path.name}/metrics") as page:
         page.locator("label.metric", has_text="reward/mean").first.wait_for()
         page.get_by_text("live", exact=True).wait_for()
         page.evaluate(hide, True)

@@ -114,7 +114,7 @@ def test_agents_of_the_agents_sdk_are_rollouts_through_both_apis(tmp_path):
     assert_nothing_is_left()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_an_agent_of_the_agents_sdk_learns_to_call_its_tool(tmp_path):
     python = sdk_python()

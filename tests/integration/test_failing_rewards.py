@@ -69,7 +69,7 @@ def compute_score(solution_str):
 def test_a_run_that_an_error_ends_says_what_is_saved(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(FAILS_LATER)
-    settings = ["eval.before=false", "eval.after=false", "trainer.total_steps=3"]
+    settings = ["eval.before=false", "eval.after=false", "trainer.total_steps=3", "reward.workers=1"]  # it counts calls
     done = headwater("train", *SMALL, f"run.root={tmp_path}", f"reward.function={file}", *settings)
     assert done.code == 2
     assert "the index is down" in done.stderr

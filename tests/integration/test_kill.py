@@ -186,7 +186,7 @@ def test_a_killed_run_ends_bitwise_equal(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_thirty_eight_kills(tmp_path):
     counts = {
         "sync": 6, "async": 5, "critic": 5, "critic async": 5, "tools": 4, "tools async": 5, "child critic": 2,

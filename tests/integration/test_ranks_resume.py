@@ -202,7 +202,7 @@ def test_settings_that_rank_0_refuses_end_both_ranks(tmp_path):
     assert "learner.context_parallel = 3: 2 ranks cannot form groups of 3" in " ".join(ranks.log.read_text().split())
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.slow
 def test_runs_on_two_ranks_that_are_killed_end_bitwise_equal(tmp_path):
     ranks = Ranks(tmp_path / "log")

@@ -192,7 +192,7 @@ def test_too_few_resources_are_an_error_that_says_which_setting_to_change(tmp_pa
     assert not (tmp_path / "quickstart").exists()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @ONE_RAY
 def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_node_end(tmp_path, nodes):
     nodes.add("learner", 1)
@@ -231,7 +231,7 @@ def test_two_ranks_and_two_servers_learn_on_two_nodes_although_a_server_and_a_no
     assert names == {"cluster.log", "learner-0.log", "learner-1.log", "rollout-0.log", "rollout-1.log"}
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @ONE_RAY
 def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_as_its_config_allows(tmp_path):
     run = tmp_path / "quickstart"
@@ -265,7 +265,7 @@ def test_a_run_with_reward_and_tool_actors_survives_the_end_of_a_rank_as_often_a
     assert diagnosis.ranks[0].pid == actor_pid(run, "learner rank 0")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @ONE_RAY
 def test_a_learner_node_that_leaves_ends_the_run_which_resumes_when_there_is_another(tmp_path, nodes):
     """Meanwhile the ranks of one node send their weights to the servers of another one themselves."""

@@ -63,6 +63,7 @@ def is_updated_midway(run: Path) -> bool:
 
 def copy_of(run: Path, name: str) -> Path:
     copy = run.with_name(name)
+    shutil.rmtree(copy, ignore_errors=True)  # of a first attempt
     shutil.copytree(run, copy)
     return copy
 

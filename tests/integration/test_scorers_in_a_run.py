@@ -25,7 +25,7 @@ data:
   max_prompt_tokens: 1024
   task_args: {{humaneval: {{folder: {ROOT / "tests" / "data"}}}}}
 rollout: {{max_new_tokens: 8, num_samples_per_prompt: 2}}
-reward: {{workers: 1}}
+reward: {{workers: 1, timeout_s: 600}}
 trainer: {{total_steps: 1, num_prompts_per_step: 4}}
 eval: {{before: false}}
 """

@@ -258,7 +258,7 @@ def is_running(pid: int) -> bool:
     """A process that has ended stays known until the one that adopted it has taken note."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -105,7 +105,7 @@ async def outcomes(manager: NaiveRewardManager, texts: list[str], **fields) -> l
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

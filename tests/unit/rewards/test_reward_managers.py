@@ -250,7 +250,8 @@ def _check_judge(limit_s: float) -> None:
     async def score_by(url: str):
         common = {"base_url": url, "model": "m", "prompt": "{question} Grade: {response}", "api_key_env": "JUDGE_KEY"}
         args = {**common, "price_in": 2.0, "price_out": 10.0, "timeout_s": limit_s, "max_attempts": 3}
-        config = RewardConfig(function="llm_judge", function_args=args, max_concurrent=8)
+        timeout_s = 10 * limit_s  # longer than all attempts
+        config = RewardConfig(function="llm_judge", function_args=args, max_concurrent=8, timeout_s=timeout_s)
         with closing(NaiveRewardManager(config, Spans())) as manager:
             texts = [
                 "busy",
