@@ -15,6 +15,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from processes import is_running
 from safetensors.torch import load_file
 
 from headwater.cli.main import main
@@ -128,11 +129,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
+    return not is_running(pid)
 
 
 SIGNALLED = """

@@ -166,7 +166,7 @@ class Engine:
                 self._completion(wait_for_future(each, lambda: what, kind="generation", hard_limit_s=_LIMIT_S))
                 for each in futures
             ]
-        except BaseException:  # an interrupt, or one that failed: nobody waits for the others
+        except BaseException:  # after an interrupt or a failed request, the other responses are not needed
             for each in futures:
                 each.cancel()
             raise

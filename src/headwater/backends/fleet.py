@@ -126,8 +126,7 @@ def _start_all(starts: Sequence[Start]) -> list[InferenceEngine]:
     errors = [error for each in started if (error := each.exception()) is not None]
     if errors:
         for each in started:
-            if each.exception() is None:
-                each.result().close()
+            _close_started(each)
         raise errors[0]
     return [each.result() for each in started]
 

@@ -148,9 +148,9 @@ def wait_for_future(
 
 
 def start_in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Run a call that may block in a thread of its own. It holds up no other call, and not the end of the process."""
+    """Run a call that may block in its own thread. Other calls and the end of the process do not wait for it."""
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # it begins now, so it cannot be cancelled
+    done.set_running_or_notify_cancel()  # it starts now, so it cannot be cancelled
 
     def run() -> None:
         try:

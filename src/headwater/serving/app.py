@@ -129,7 +129,7 @@ def _name_of_host(host: str) -> str:
 
 
 async def _leave_groups(app: web.Application) -> None:
-    """A server that ends within a process that goes on must not keep the threads of its groups."""
+    """End the threads of the weight groups. They would continue if the process runs longer than the server."""
     app[weight_group.MEMBERSHIP].leave()
     for link in app[sglang_distributed.GROUPS].values():
         link.close()

@@ -54,7 +54,7 @@ class Meeting:
 
 def host_store(host: str) -> TCPStore:
     """A store of this process that listens on one address, for as long as the process lives."""
-    with _hosting:  # members that met in two stores of one address would wait for each other
+    with _hosting:  # two threads would make two stores, and members in different stores wait for each other
         return _store_on(host)
 
 

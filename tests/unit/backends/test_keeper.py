@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from log import own_records
+from processes import is_running
 
 from headwater.backends.launch import keeper
 from headwater.backends.launch.child import ChildServer, Command
@@ -252,14 +253,6 @@ def test_a_server_whose_end_is_interrupted_leaves_no_process():
         await asyncio.sleep(0.1)  # asyncio notices the end of the other process
 
     asyncio.run(run())
-
-
-def is_running(pid: int) -> bool:
-    """A process that has ended stays known until the one that adopted it has taken note."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # A process that lives and whose engine does not

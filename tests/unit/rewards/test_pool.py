@@ -17,6 +17,7 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import long_enough
+from processes import is_running
 
 from headwater.config.schema import RewardConfig
 from headwater.core.errors import RewardFailed, RewardTimedOut
@@ -100,13 +101,6 @@ def manager_of(functions: Path, name: str = "act", **settings) -> closing[NaiveR
 async def outcomes(manager: NaiveRewardManager, texts: list[str], **fields) -> list[Score | BaseException]:
     answers = [Answer(tiny.prompt(uid=f"row{number}", **fields), text) for number, text in enumerate(texts)]
     return await asyncio.gather(*(manager.score(each) for each in answers), return_exceptions=True)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def wait_until(condition, limit_s: float = 120.0) -> None:

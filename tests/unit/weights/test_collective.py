@@ -38,7 +38,7 @@ def unique(name: str) -> str:
 
 
 def order(name: str, **settings: Any) -> SendOrder:
-    """Of a group of its own: a test that is run again must not meet the members of the first time."""
+    """The group has a unique name, so that a second attempt of a test does not meet members of the first."""
     port = host_store("127.0.0.1").port
     values = {"num_receivers": 2, "dtype": "float32", "bucket_bytes": 2**14, "limit_s": 120.0, **settings}
     return SendOrder(unique(name), "127.0.0.1", port, **values)

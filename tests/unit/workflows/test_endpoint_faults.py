@@ -16,6 +16,7 @@ import tiny
 from endpoint_agents import post
 from endpoint_parts import KeyedEngine, context, episode
 from patience import long_enough
+from processes import is_running
 
 from headwater.core.errors import AgentFailed, AgentTimedOut, ConfigError, RewardFailed, RolloutFailed
 from headwater.core.protocols import EpisodeInput
@@ -24,14 +25,6 @@ from headwater.workflows.agents.processes import ForkServer
 from headwater.workflows.agents.server import EndpointServer
 from headwater.workflows.agents.session import SessionRules
 from headwater.workflows.endpoint import EndpointWorkflow
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def children_of(pid: int) -> str:
@@ -76,7 +69,7 @@ def test_an_agent_that_never_ends_is_killed_with_what_it_started(tmp_path):
         assert f"did not end within {limit_s:g} s; raise rollout.workflow_args.timeout_s" in said
         started = [int(pid) for pid in pids.read_text().split()]
         assert len(started) == 3
-        until(lambda: not any(map(is_alive, started)))
+        until(lambda: not any(map(is_running, started)))
 
     long_enough(check, 2.0, 30.0)
 
@@ -96,7 +89,7 @@ def test_cancelling_an_episode_kills_its_agent_and_the_end_of_the_loop_all_other
     asyncio.run(run())
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 9
-    until(lambda: not any(map(is_alive, started)))
+    until(lambda: not any(map(is_running, started)))
 
 
 def test_an_agent_that_runs_out_of_room_or_turns_ends_a_normal_episode():

@@ -159,7 +159,7 @@ class ChildServer:
                     self.kill()
             await self.wait()
         except BaseException:
-            self._end_group()  # nobody else would
+            self._end_group()  # no other code ends these processes
             raise
 
     async def _until_ready(self) -> None:

@@ -91,17 +91,17 @@ class ConnectedServer:
     async def _keep(self) -> None:
         while True:
             assert self._link is not None, "connected"
-            with suppress(LinkLost):
-                await self._session.until_lost(self._link)
-            await self._drop()
             try:
+                with suppress(LinkLost):
+                    await self._session.until_lost(self._link)
+                await self._drop()
                 await self._connect()
             except HeadwaterError as error:
                 self._session.fail(RolloutFailed(str(error)))
                 return
-            except Exception as error:  # such as an answer of another program at this address
-                logger.exception("%s: connecting again failed", self._session.name)
-                cause = f"connecting again failed: {type(error).__name__}: {error}"
+            except Exception as error:  # for example, another program answers at this address
+                logger.exception("%s: the connection cannot be kept", self._session.name)
+                cause = f"the connection cannot be kept: {type(error).__name__}: {error}"
                 self._session.fail(RolloutFailed(f"{self._session.name}: {cause}"))
                 return
 
