@@ -211,6 +211,19 @@ def test_tensors_leave_and_return_bitwise():
     assert torch.cuda.memory_allocated() == before
 
 
+def test_memory_of_dropped_tensors_is_not_used_again_before_their_values_have_returned():
+    tensor = torch.ones(CHUNK // 4, device=CUDA)
+    residency = Residency(CUDA)
+    residency.release([tensor])
+    with residency._on_stream():
+        torch.cuda._sleep(400_000_000)  # the copy begins later
+    residency.restore()
+    del tensor, residency
+    others = [torch.zeros(CHUNK // 4, device=CUDA) for _ in range(3)]
+    torch.cuda.synchronize()
+    assert not any(other.any() for other in others)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_learner_leaves_and_returns_bitwise(dtype):
     learner = actor(dtype=dtype, cuda_graphs="off")  # graphs do not return before the next update

@@ -310,7 +310,9 @@ class Residency:
             raise
         with self._on_stream() as stream:
             for storage, home in zip(self._storages, self._homes, strict=True):
-                _bytes_of(storage, self._device).copy_(home, non_blocking=True)
+                memory = _bytes_of(storage, self._device).copy_(home, non_blocking=True)
+                if memory.is_cuda:  # tensors that are dropped now must not lose it before the copy has ended
+                    memory.record_stream(stream)
                 self.num_bytes_moved += home.nbytes
             self._done = stream.record_event()
         self.is_away = False  # last: until here the tensors may have memory without values

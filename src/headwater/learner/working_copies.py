@@ -12,7 +12,9 @@ model this takes longer than computing. Here all weights are converted together,
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,9 @@ class WorkingCopies:
     def _copy_of(self, weight: nn.Parameter) -> nn.Parameter:
         copy = nn.Parameter(weight.new_empty(0, dtype=self.dtype), requires_grad=weight.requires_grad)
         if copy.requires_grad:
-            copy.register_post_accumulate_grad_hook(lambda _: self._add(weight, copy))  # type: ignore[no-untyped-call]
+            # Weak: Python's garbage collection does not see what hooks of torch refer to, and would never free it.
+            add: Any = weakref.WeakMethod(self._add)
+            copy.register_post_accumulate_grad_hook(lambda own: add()(weight, own))  # type: ignore[no-untyped-call]
         return copy
 
     @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch
 from test_engine import actor, experience, weights
 from transformers import AutoModelForCausalLM
 
+from headwater.algorithms.policy_losses import PolicyLoss
 from headwater.config.schema import LearnerConfig
 from headwater.learner import ranks
 from headwater.learner.engine import TrainEngine
@@ -36,6 +39,17 @@ def engine(**settings) -> TrainEngine:
         compute_dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
+
+
+def test_a_learner_that_is_dropped_is_freed():
+    """Its gradients are collected by hooks of torch, to which Python's garbage collection is blind."""
+    learner = engine()
+    learner.train_step(experience(1), lambda outputs, batch: PolicyLoss(-outputs["logprobs"]))
+    weight = weakref.ref(next(learner.module.parameters()))
+    assert weight().grad is None, "the step is complete"
+    del learner
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.parametrize(
