@@ -167,6 +167,9 @@ class Learner:
         self.executor.check_ledger()
         self.executor.ledger.take_record()
 
+    async def read_ahead(self, count: int, at_least: int) -> int:
+        return count  # there is nothing to read
+
     def take(self, count: int) -> list[PromptDraw]:
         """The next ``count`` prompts."""
         first, self._num_drawn = self._num_drawn, self._num_drawn + count

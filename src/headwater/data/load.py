@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
 from headwater.config.schema import DataConfig
@@ -12,10 +13,12 @@ from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
 from headwater.core.registry import blaming, load_object
 from headwater.data.prompt_builder import ToolsOfRow
-from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.data.rlhf_dataset import RLHFDataset, is_read_by_threads
 from headwater.data.sampler import DataPart
 from headwater.data.sources import is_task
 from headwater.data.tasks import Split
+
+_NUM_READERS = 8
 
 
 class PromptDataset(Protocol):
@@ -87,6 +90,14 @@ def load_dataset(
         **({} if tools is None else {"tools": tools}),
     }
     return _custom_dataset(config.dataset, arguments) if config.dataset else RLHFDataset(**arguments)
+
+
+def prompts_of(dataset: PromptDataset, rows: Sequence[int]) -> list[Prompt]:
+    """The prompts of these rows, in order. Images and videos are read by several threads."""
+    if not is_read_by_threads(dataset):
+        return [dataset[row] for row in rows]
+    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="headwater-rows") as readers:
+        return list(readers.map(dataset.__getitem__, rows))
 
 
 def sources_of(config: DataConfig, split: Split) -> list[str]:

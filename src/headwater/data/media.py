@@ -22,7 +22,15 @@ from headwater.core.byte_cache import ByteCache
 from headwater.core.disk import cache_dir
 from headwater.core.errors import DataError
 from headwater.core.media import MediaContent
-from headwater.data.pictures import MAX_SOURCE_PIXELS, PictureLimits, SizeCheck, encode_picture, import_pillow
+from headwater.core.registry import nearest
+from headwater.data.pictures import (
+    MAX_SOURCE_PIXELS,
+    PictureLimits,
+    SizeCheck,
+    encode_picture,
+    import_pillow,
+    open_picture,
+)
 from headwater.data.row_store import PlacedRow
 from headwater.data.videos import MAX_FRAMES_PER_S, MIN_FRAMES_PER_S, FrameRate, decode_video, evenly
 
@@ -32,12 +40,20 @@ if TYPE_CHECKING:
 KINDS = {"image": "image", "image_url": "image", "input_image": "image", "video": "video", "video_url": "video"}
 """Types of message parts, and what each holds."""
 _REFUSED = frozenset({"audio", "audio_url", "input_audio", "file", "input_file"})
-_INLINE_KEYS = ("url", "path", "bytes", "base64")
-_IMAGE_KEYS = ("bytes", "path", "image", "image_url", "url")
-_VIDEO_KEYS = ("frames", "bytes", "path", "video", "video_url", "url")
-"""Where an object keeps the image or video, in the order in which they are looked for."""
-_REFUSED_KEYS = ("resized_height", "resized_width", "nframes", "video_start", "video_end")
-"""Settings of single items that other loaders have and this one would have to ignore."""
+_SOURCE_KEYS = {
+    "image": ("image", "image_url", "bytes", "path", "url", "base64"),
+    "video": ("frames", "video", "video_url", "bytes", "path", "url", "base64"),
+}
+"""Where a part or an object keeps its image or video, in the order in which they are looked for."""
+_PIXEL_KEYS = ("min_pixels", "max_pixels")
+_SETTING_KEYS = {"image": _PIXEL_KEYS, "video": (*_PIXEL_KEYS, "max_frames", "fps")}
+"""Settings of a single item. Other loaders have more of them, which are refused and not ignored."""
+_SETTINGS_OF_ALL = {
+    "image": "data.min_image_pixels or data.max_image_pixels",
+    "video": "data.max_image_pixels, data.video_frames_per_s or data.max_video_frames",
+}
+_IGNORED_KEYS = {"image": ("type", "detail"), "video": ("type",)}
+"""``detail`` is how large OpenAI's models see an image. Its values do not say how many pixels that is."""
 
 MAX_FILE_BYTES = 1 << 30
 _CACHE_BYTES = 256 << 20
@@ -103,7 +119,8 @@ def take_inline_media(messages: Sequence[Message], place: str) -> tuple[list[Mes
                     )
                 kind = KINDS.get(part["type"])
                 if kind is not None:
-                    found[kind].append((_inline_value(part, kind, where), where))
+                    num_of_column = sum(value is None for value, _ in found[kind])
+                    found[kind].append((_inline_value(part, kind, where, num_of_column), where))
                 parts.append(part if kind is None else {"type": kind})
             message = {**message, "content": parts}
         taken.append(message)
@@ -125,19 +142,29 @@ def place_media(
     return [next(column) if value is None else (value, where) for value, where in inline]
 
 
-def _inline_value(part: Mapping[str, Any], kind: str, where: str) -> Any:
-    """The image or video that a part holds; None if it holds none."""
-    value = part.get(part["type"], part.get(kind, part.get(f"{kind}_url")))
-    if isinstance(value, Mapping) and "url" in value:
-        value = value["url"]
-    if value is None:
-        value = next((part[name] for name in _INLINE_KEYS if part.get(name) is not None), None)
-        if value is not None and value is part.get("base64"):
-            value = f"data:;base64,{value}"
-    if value is None and part["type"] != kind:
+def _inline_value(part: Mapping[str, Any], kind: str, where: str, number: int) -> Mapping[str, Any] | None:
+    """A part as an object that holds its image or video; None if the part takes item ``number`` of the column."""
+    # The digest is that of a content which is already loaded. Without such a content it says nothing.
+    item = {key: value for key, value in _given(part).items() if key != "digest"}
+    if any(key in item for key in _SOURCE_KEYS[kind]):
+        _check_keys(item, kind, where)
+        return item
+    index = item.pop("index", number)
+    _check_keys(item, kind, where)
+    if part["type"] != kind:
         raise DataError(f"{where}: a part of type {part['type']!r} without a URL; write {{'url': ...}} in it")
-    settings = {name: part[name] for name in ("fps", "min_pixels", "max_pixels", *_REFUSED_KEYS) if name in part}
-    return {kind: value, **settings} if settings and value is not None else value
+    setting = next((key for key in _SETTING_KEYS[kind] if key in item), None)
+    if setting is not None:
+        raise DataError(
+            f"{where}: {setting} in a part without its {kind}; write it in the column: "
+            f"{{{kind!r}: ..., {setting!r}: {item[setting]!r}}}"
+        )
+    if index != number:
+        raise DataError(
+            f"{where}: index = {index!r}, but the {kind}s of the column are used in order, and this part takes number "
+            f"{number}; change the order of the column, and remove the index"
+        )
+    return None
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -159,8 +186,7 @@ def load_image(
     ``where`` is its place in the data, for messages. Relative paths start at ``folder``, or at the working directory.
     """
     settings = settings or MediaSettings()
-    if isinstance(value, Mapping):
-        value, settings = _unwrapped(value, _IMAGE_KEYS, where, settings)
+    value, settings = unwrapped(value, "image", where, settings)
     source = _source(value, where, folder, settings, "image")
 
     def load() -> MediaContent:
@@ -181,19 +207,15 @@ def load_video(
 
     Frames that are given are taken as they are, at ``fps`` or else at ``data.video_frames_per_s``.
     """
-    settings = settings or MediaSettings()
-    frames_per_s = settings.rate.frames_per_s
-    if isinstance(value, Mapping):
-        if value.get("fps") is not None:
-            frames_per_s = _rate(value["fps"], where)
-            settings = replace(settings, rate=replace(settings.rate, frames_per_s=frames_per_s))
-        value, settings = _unwrapped(value, _VIDEO_KEYS, where, settings)
+    value, settings = unwrapped(value, "video", where, settings or MediaSettings())
     if isinstance(value, (list, tuple)) or _is_array(value):
         if len(value) == 0:
             raise DataError(f"{where}: the video has no frames; add frames, or remove it")
         kept = evenly(len(value), settings.rate.max_frames)
         frames = [load_image(value[each], f"{where} frame {each}", folder, settings, cache) for each in kept]
-        return MediaContent.of("video", [frame.frames[0] for frame in frames], frames_per_s * len(kept) / len(value))
+        encoded = [frame.frames[0] for frame in frames]
+        _check_frame_sizes(encoded, kept, where)
+        return MediaContent.of("video", encoded, settings.rate.frames_per_s * len(kept) / len(value))
     if isinstance(value, str) and value.startswith("data:"):
         raise DataError(f"{where}: a video in a data URL is not supported; give a path, or a list of frames")
     source = _source(value, where, folder, settings, "video")
@@ -202,7 +224,9 @@ def load_video(
         data = _pixels_or_file(source, where)
         if not isinstance(data, bytes):
             raise DataError(f"{where}: one image is not a video; give a list of frames")
-        return MediaContent.of("video", *decode_video(data, where, settings.rate, encode))
+        frames, frames_per_s = decode_video(data, where, settings.rate, encode)
+        _check_frame_sizes(frames, range(len(frames)), where)
+        return MediaContent.of("video", frames, frames_per_s)
 
     def encode(frame: Image) -> bytes:
         return encode_picture(frame, where, settings.limits, settings.check)
@@ -210,26 +234,81 @@ def load_video(
     return load() if cache is None else cache.get_or_load(("video", settings.limits, settings.rate, _key(source)), load)
 
 
-def _unwrapped(
-    value: Mapping[str, Any], keys: Sequence[str], where: str, settings: MediaSettings
-) -> tuple[Any, MediaSettings]:
-    """What an object holds, with its own limits. The layout of ``datasets.Image`` is one of these: where both bytes and
-    a path are given, the path is only the name of the original file."""
-    for key in _REFUSED_KEYS:
-        if value.get(key) is not None:
+def unwrapped(value: Any, kind: str, where: str, settings: MediaSettings) -> tuple[Any, MediaSettings]:
+    """The image or video in an object, and the settings with those of the object; another value as it is.
+
+    An object may hold another one, as in ``{"image_url": {"url": ...}}``. The layout of ``datasets.Image`` is one of
+    these: where both bytes and a path are given, the path is only the name of the original file.
+    """
+    while isinstance(value, Mapping):
+        item = _given(value)
+        _check_keys(item, kind, where)
+        settings = _with_settings_of(item, where, settings)
+        key = next((key for key in _SOURCE_KEYS[kind] if key in item), None)
+        value = item[key] if key is not None else None
+        if key == "base64":
+            value = f"data:;base64,{value}"
+    return value, settings
+
+
+def _given(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that have a value. All rows of a Parquet column have the same keys, and null or empty texts in those
+    that say nothing."""
+
+    def is_empty(value: Any) -> bool:
+        return value is None or (isinstance(value, str) and not value)
+
+    return {
+        key: value
+        for key, value in item.items()
+        if not (all(map(is_empty, value.values())) if isinstance(value, Mapping) else is_empty(value))
+    }
+
+
+def _check_keys(item: Mapping[str, Any], kind: str, where: str) -> None:
+    sources, settings = _SOURCE_KEYS[kind], _SETTING_KEYS[kind]
+    for key in item:
+        if key not in (*sources, *settings, *_IGNORED_KEYS[kind]):
+            # In an object that has its image or video, an unknown key can only be a setting.
+            known = settings if any(each in item for each in sources) else (*sources, *settings)
             raise DataError(
-                f"{where}: {key} is not supported; remove it, and set data.max_image_pixels or data.video_frames_per_s"
+                f"{where}: {key} is not supported; {nearest(str(key), list(known))}; remove it, or set "
+                f"{_SETTINGS_OF_ALL[kind]} for all rows"
             )
-    limits = {name: value[name] for name in ("min_pixels", "max_pixels") if value.get(name) is not None}
-    for name, limit in limits.items():
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
-            raise DataError(f"{where}: {name} = {limit!r}; must be a whole number >= 1, or be left out")
-        # An item may come from a client of a server, and must not ask for more memory than its owner allows.
-        limits[name] = min(limit, settings.limits.max_pixels, MAX_SOURCE_PIXELS)
-    if limits:
-        settings = replace(settings, limits=replace(settings.limits, **limits))
-    held = next((value[key] for key in keys if value.get(key) is not None), None)
-    return (held.get("url") if isinstance(held, Mapping) else held), settings
+
+
+def _with_settings_of(item: Mapping[str, Any], where: str, settings: MediaSettings) -> MediaSettings:
+    # An item may come from a client of a server, and must not ask for more memory than its owner allows.
+    most_pixels = min(settings.limits.max_pixels, MAX_SOURCE_PIXELS)
+    limits = {key: min(_whole_number(item, key, where), most_pixels) for key in _PIXEL_KEYS if key in item}
+    rate = settings.rate
+    if "fps" in item:
+        rate = replace(rate, frames_per_s=_rate(item["fps"], where))
+    if "max_frames" in item:
+        rate = replace(rate, max_frames=min(_whole_number(item, "max_frames", where), rate.max_frames))
+    return replace(settings, limits=replace(settings.limits, **limits), rate=rate)
+
+
+def _whole_number(item: Mapping[str, Any], key: str, where: str) -> int:
+    value = item[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{where}: {key} = {value!r}; must be a whole number >= 1, or be left out")
+    return value
+
+
+def _check_frame_sizes(frames: Sequence[bytes], numbers: Sequence[int], where: str) -> None:
+    """A model reads a video in one size, so other frames would be stretched to the size of the first.
+
+    One pixel is a difference, too: a decoder gives all frames of a video the same size, and frames of the same size are
+    resized to the same size.
+    """
+    first, *others = (open_picture(frame, where).size for frame in frames)
+    for number, size in zip(numbers[1:], others, strict=True):
+        if size != first:
+            raise DataError(
+                f"{where} frame {number}: {size[0]} x {size[1]} pixels, and frame {numbers[0]} has {first[0]} x "
+                f"{first[1]}, within the limits of pixels; give all frames of a video the same size"
+            )
 
 
 def _rate(value: Any, where: str) -> float:
@@ -338,7 +417,9 @@ def _fetched(url: str, where: str, settings: MediaSettings) -> Path:
         )
     from headwater.data.remote import fetch_file  # most rows have local files
 
-    with _fetching:
+    with _fetching:  # one download of a URL, while other threads may download others
+        lock = _locks.setdefault(url, threading.Lock())
+    with lock:
         if url not in _copies or not _copies[url].is_file():
             try:
                 _copies[url] = fetch_file(url, cache_dir() / "media")
@@ -349,3 +430,4 @@ def _fetched(url: str, where: str, settings: MediaSettings) -> Path:
 
 _copies: dict[str, Path] = {}
 _fetching = threading.Lock()
+_locks: dict[str, threading.Lock] = {}

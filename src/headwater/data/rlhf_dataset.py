@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import random
 from collections import Counter
@@ -145,10 +146,9 @@ class RLHFDataset:
         num_rows, limit, overlong = len(self._chosen), self._config.max_prompt_tokens, self._config.truncation
         if overlong not in ("filter", "error"):
             return self._chosen
-        has_media = self._has_media()
-        num_workers = choose_num_workers(self._config.num_filter_workers, num_rows, has_media)
+        num_workers = choose_num_workers(self._config.num_filter_workers, num_rows, self.has_media)
         lengths = measure_lengths(
-            lambda place: self._read_row(self._chosen[place]), num_rows, self._builder, num_workers, has_media
+            lambda place: self._read_row(self._chosen[place]), num_rows, self._builder, num_workers, self.has_media
         )
         kept = [number for number, length in zip(self._chosen, lengths, strict=True) if length <= limit]
         if overlong == "error" and len(kept) < num_rows:
@@ -163,7 +163,8 @@ class RLHFDataset:
         self.longest_prompt = max(length for length in lengths if length <= limit)
         return kept
 
-    def _has_media(self) -> bool:
+    @functools.cached_property
+    def has_media(self) -> bool:
         """Whether a source seems to have images or videos, judged by a few of its rows."""
         if self._builder.processor is None:
             return False
@@ -252,6 +253,11 @@ def collate(prompts: Sequence[Prompt], pad_token_id: int) -> DataProto:
         },
         non_tensors={name: [getattr(prompt, name) for prompt in prompts] for name in names},
     )
+
+
+def is_read_by_threads(dataset: object) -> bool:
+    """Whether its rows seem to have images or videos. A custom class may not expect several threads."""
+    return type(dataset) is RLHFDataset and dataset.has_media
 
 
 def _open_all(

@@ -476,11 +476,13 @@ class EngineLoop:
     def _end(self, sequence: EngineSequence, reason: StopReason) -> None:
         sequence.stop_reason = reason
         self.num_finished += reason != "abort"
-        sequence.stream()
         self._tell(sequence)
 
     def _tell(self, ended: EngineSequence) -> None:
-        self.num_ended += 1  # before: a caller that hears of the end may send another request
+        # Counted first: a caller that hears of the end, by the last tokens of a stream too, may send another request.
+        self.num_ended += 1
+        if ended.stop_reason is not None:
+            ended.stream()
         ended.on_end(ended)
 
     # Called by commands, on the engine's thread, with nothing queued on the device.

@@ -141,6 +141,9 @@ class _Run:
     def prepare(self, count: int) -> None:
         """Prompts of a simulation cost nothing."""
 
+    async def read_ahead(self, count: int, at_least: int) -> int:
+        return count
+
     def step(self) -> None:
         """The calls of ``trainer/loop.py``, in its order."""
         clock, learner = self.tasks.loop.time, self.costs.learner

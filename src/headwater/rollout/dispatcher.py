@@ -129,6 +129,11 @@ async def _cancel_all_others() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
+async def _all_of(count: int) -> int:
+    """For jobs that need no preparation."""
+    return count
+
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -158,7 +163,10 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._capacity = capacity
         self._starting = starting
         self._draw: Callable[[int], Sequence[Job]] | None = None
+        self._read_ahead: Callable[[int], Awaitable[int]] = _all_of
         self._is_exhausted = True
+        self.is_reading = False
+        """Whether the producer waits for jobs to be read, see ``open``."""
         self._submitted: deque[Job] = deque()
         self._running: set[asyncio.Task[None]] = set()
         self._is_admitting = False
@@ -183,9 +191,15 @@ class BatchTaskDispatcher(Generic[Job, Result]):
 
     # The producer
 
-    def open(self, draw: Callable[[int], Sequence[Job]]) -> None:
-        """Take jobs from ``draw`` from now on. It returns fewer jobs than requested if there are no more."""
-        self._draw, self._is_exhausted = draw, False
+    def open(
+        self, draw: Callable[[int], Sequence[Job]], read_ahead: Callable[[int], Awaitable[int]] | None = None
+    ) -> None:
+        """Take jobs from ``draw`` from now on. It returns fewer jobs than requested if there are no more.
+
+        ``read_ahead`` is awaited before: it prepares the next jobs elsewhere, because ``draw`` runs on the event loop,
+        and returns how many of them may be drawn now, at least one.
+        """
+        self._draw, self._read_ahead, self._is_exhausted = draw, read_ahead or _all_of, False
         self.notify()
 
     def submit(self, jobs: Sequence[Job]) -> None:
@@ -209,7 +223,7 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         if self._is_admitting:
             self._must_look_again = True  # it may have made its last check before the capacity changed
             return
-        if self._is_paused or self._error is not None or self._capacity() <= 0:
+        if self._room() <= 0:
             self._tell_consumer()
             return
         self._is_admitting = True
@@ -217,7 +231,17 @@ class BatchTaskDispatcher(Generic[Job, Result]):
         self._admission.add_done_callback(self._admitted)
 
     async def _admit(self) -> None:
-        while not self._is_paused and self._error is None and (room := self._capacity()) > 0:
+        while (room := self._room()) > 0:
+            num_missing = room - len(self._submitted)
+            if self._draw is not None and num_missing > 0:
+                self.is_reading = True
+                try:
+                    num_ready = await self._read_ahead(num_missing)
+                finally:
+                    self.is_reading = False
+                # The rollouts may have been paused meanwhile, or have failed.
+                if (room := min(self._room(), len(self._submitted) + num_ready)) < 1:
+                    continue
             count = self._fetch(room)
             if not count:
                 return
@@ -226,6 +250,10 @@ class BatchTaskDispatcher(Generic[Job, Result]):
                     task = asyncio.ensure_future(self._gather(self._work(self._submitted.popleft())))
                     self._running.add(task)
                     task.add_done_callback(self._ended)
+
+    def _room(self) -> int:
+        """How many jobs may start now."""
+        return 0 if self._is_paused or self._error is not None else self._capacity()
 
     def _admitted(self, task: asyncio.Task[None]) -> None:
         self._is_admitting = False

@@ -111,7 +111,11 @@ class WorkflowExecutor:
         def draw(count: int) -> list[Dispatch]:
             return [self._dispatch(each) for each in prompts.take(count)]
 
-        self._dispatcher.open(draw)
+        async def read_ahead(count: int) -> int:
+            # A wave starts as a whole: nothing else starts while one of its groups runs.
+            return await prompts.read_ahead(count, at_least=count if self.admission.in_waves else 1)
+
+        self._dispatcher.open(draw, read_ahead)
         batch = self.wait(self.admission.batch_size)
         if self.admission.in_waves:  # nothing runs until the learner asks again, so there is time
             num_next = self.staleness.capacity(self._version + 1)
@@ -132,6 +136,7 @@ class WorkflowExecutor:
 
         def progress() -> str:
             lost = f", {len(self._dropped)} dropped" if self._dropped else ""
+            lost += ", images or videos of the next prompts are being read" if self._dispatcher.is_reading else ""
             return (
                 f"the learner has waited {clock() - began:.0f} s for batch {self._version + 1}: "
                 f"{len(self._buffer)} of {num_groups} groups{lost}; {self._flights.describe()}"

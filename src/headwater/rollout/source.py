@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +14,8 @@ from headwater.core.records import Prompt
 from headwater.core.requests import derive_key
 from headwater.data.digest import check_same, digests_of, from_text, to_text
 from headwater.data.load import DigestedDataset, MixedDataset, PromptDataset
-from headwater.data.rlhf_dataset import RLHFDataset
-from headwater.data.sampler import MixingSampler, Sampler, ShufflingSampler
+from headwater.data.rlhf_dataset import RLHFDataset, is_read_by_threads
+from headwater.data.sampler import Draw, MixingSampler, Sampler, ShufflingSampler
 from headwater.rollout.group import PromptDraw, RolloutBatch
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
@@ -21,6 +23,8 @@ from headwater.rollout.snapshot import Books, RolloutSnapshot
 logger = logging.getLogger(__name__)
 
 _DIGESTS = "rows"
+_READ_TOGETHER = 16
+"""Prompts with images or videos that are read at the same time, each by a thread."""
 
 
 class PromptSource(Protocol):
@@ -34,6 +38,10 @@ class PromptSource(Protocol):
 
     def prepare(self, count: int) -> None:
         """The next ``count`` prompts will soon be taken: render and encode them now, if that helps."""
+        ...
+
+    async def read_ahead(self, count: int, at_least: int) -> int:
+        """Make it fast to take ``at_least`` of the next ``count`` prompts, or more. Returns how many."""
         ...
 
 
@@ -50,6 +58,9 @@ class PromptStream:
         self._digests = self._state_of_rows()
         self._prepared: dict[int, Prompt] = {}
         """Prompts that are built already, by their rows. Only a cache: a resumed run builds them again."""
+        self._reading: dict[int, asyncio.Task[None]] = {}
+        """Prompts with images or videos that are being built by other threads, by their rows."""
+        self._reads_all: asyncio.Task[int] | None = None
 
     def take(self, count: int) -> list[PromptDraw]:
         return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
@@ -67,12 +78,46 @@ class PromptStream:
         """
         if type(self._dataset) is not RLHFDataset:
             return
+        if is_read_by_threads(self._dataset):
+            self._reads_all = asyncio.ensure_future(self.read_ahead(count, at_least=count))
+            return
         self._prepared = {}
         for draw in self._sampler.peek(count):
             try:
                 self._prepared[draw.index] = self._dataset[draw.index]
             except HeadwaterError:  # ``take`` raises it, if the run gets that far
                 return
+
+    async def read_ahead(self, count: int, at_least: int) -> int:
+        """Build the next prompts in other threads if they may have images or videos, because reading these takes long.
+
+        The caller's event loop runs the episodes. Returns how many of the next ``count`` are built, so that the first
+        ones can start while others are read.
+        """
+        if not is_read_by_threads(self._dataset):
+            return count
+        draws, num_read = self._sampler.peek(count), 0
+        while num_read < min(count, at_least):
+            await self._read(draws[num_read : num_read + _READ_TOGETHER])
+            num_read += _READ_TOGETHER
+        built = itertools.takewhile(lambda draw: draw.index in self._prepared, draws)
+        return max(len(list(built)), min(count, num_read))
+
+    async def _read(self, draws: Sequence[Draw]) -> None:
+        """Build those of the prompts that are not built yet, together."""
+        for draw in draws:
+            if draw.index not in self._prepared and draw.index not in self._reading:
+                self._reading[draw.index] = asyncio.ensure_future(self._read_one(draw.index))
+        if tasks := [self._reading[draw.index] for draw in draws if draw.index in self._reading]:
+            await asyncio.wait(tasks)
+
+    async def _read_one(self, index: int) -> None:
+        try:
+            self._prepared[index] = await asyncio.to_thread(self._dataset.__getitem__, index)
+        except Exception:  # ``take`` raises it, if the run gets that far
+            logger.debug("row %d cannot be read ahead", index, exc_info=True)
+        finally:
+            del self._reading[index]
 
     def metrics(self, prompts: Iterable[Prompt]) -> dict[str, float]:
         """If there are several sources, the prompts of a step from each of them, and with weights all draws so far."""
@@ -91,6 +136,7 @@ class PromptStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raise an error if its rows were others."""
         self._sampler.load_state_dict(state)
+        self._prepared = {}
         if _DIGESTS in state:
             self._check_rows(state[_DIGESTS])
         elif self._digests:

@@ -11,7 +11,15 @@ from typing import Any
 from headwater.chat.render import Message
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
-from headwater.data.media import KINDS, PROCESSOR_ERRORS, MediaSettings, take_inline_media
+from headwater.data.media import (
+    KINDS,
+    PROCESSOR_ERRORS,
+    MediaSettings,
+    load_image,
+    load_video,
+    take_inline_media,
+    unwrapped,
+)
 from headwater.data.message_media import has_media, load_message_media, take_message_media
 from headwater.data.pictures import check_size
 from headwater.serving.errors import ApiError
@@ -74,7 +82,7 @@ def take_media(
     settings = MediaSettings(check=pixels or pixels_of_request())
     try:
         messages = [
-            _with_downloads(message, f"{name}[{place}]", may_download=limits.fetches_media)
+            _with_downloads(message, f"{name}[{place}]", settings, may_download=limits.fetches_media)
             for place, message in enumerate(messages)
         ]
         loaded = load_message_media(messages, name, settings=settings, may_read_files=False)
@@ -115,24 +123,26 @@ def expand_media(
         raise ApiError(f"{name}: {error}; send one placeholder per image", param=name, code="bad_media") from error
 
 
-def _with_downloads(message: Message, name: str, *, may_download: bool) -> Message:
+def _with_downloads(message: Message, name: str, settings: MediaSettings, *, may_download: bool) -> Message:
     if not isinstance(message.get("content"), list):
         return message
     parts = [
-        _downloaded(part, f"{name}.content[{place}]", may_download) for place, part in enumerate(message["content"])
+        _downloaded(part, f"{name}.content[{place}]", settings, may_download)
+        for place, part in enumerate(message["content"])
     ]
     return {**message, "content": parts}
 
 
-def _downloaded(part: Any, where: str, may_download: bool) -> Any:
-    """A part whose image is at an address on the network, with the bytes of that image.
+def _downloaded(part: Any, where: str, settings: MediaSettings, may_download: bool) -> Any:
+    """A part whose image is at an address on the network, with that image.
 
     Not ``data.remote``: it keeps every file, and opens addresses of object stores with this machine's credentials.
     """
     if not is_media(part):
         return part
     kind = KINDS[part["type"]]
-    ((value, _),) = take_inline_media([{"role": "user", "content": [part]}], where)[1][kind]
+    ((item, _),) = take_inline_media([{"role": "user", "content": [part]}], where)[1][kind]
+    value, settings = unwrapped(item, kind, where, settings)
     if not isinstance(value, str) or not value.startswith(("http://", "https://")):
         return part
     if not may_download:
@@ -141,7 +151,8 @@ def _downloaded(part: Any, where: str, may_download: bool) -> Any:
             "--allow-remote-images"
         )
     check_client()
-    return {"type": kind, kind: _download(value, where)}
+    load = load_image if kind == "image" else load_video
+    return {"type": kind, kind: load(_download(value, where), where, None, settings)}
 
 
 def _download(url: str, where: str) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 from headwater.core.records import Prompt, Trajectory
 from headwater.core.requests import derive_key
-from headwater.data.load import MixedDataset, PromptDataset
+from headwater.data.load import MixedDataset, PromptDataset, prompts_of
 from headwater.rollout.group import Dropped, PromptDraw, RolloutBatch, episode_metrics, num_turns, reward_metrics
 
 Rollouts = Sequence[tuple[Prompt, Trajectory]]
@@ -105,7 +105,7 @@ def evaluate(
     batch_size = batch_size or len(rows)
     ended = itertools.count(1)
     for number, start in enumerate(range(0, len(rows), batch_size)):
-        prompts = [dataset[row] for row in rows[start : start + batch_size]]
+        prompts = prompts_of(dataset, rows[start : start + batch_size])
         draws = [PromptDraw(prompt, derive_key(seed, "eval", prompt.uid)) for prompt in prompts]
         batch = run_batch(draws, lambda: progress(next(ended)))
         rollouts = [(group.prompt, each) for group in batch.groups for each in group.trajectories]

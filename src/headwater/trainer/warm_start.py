@@ -12,7 +12,7 @@ from headwater.config.schema import WarmStartConfig
 from headwater.core.errors import DataError
 from headwater.core.learner import Learner
 from headwater.core.records import NOT_SAMPLED, Prompt, Trajectory
-from headwater.data.load import PromptDataset
+from headwater.data.load import PromptDataset, prompts_of
 from headwater.data.sampler import ShufflingSampler
 from headwater.observe.progress import Display
 from headwater.rollout.group import pad_trajectories
@@ -46,7 +46,7 @@ def warm_start(
     step, loss = 0, 0.0
     with display.stage("warm start", config.num_steps) as reporter:
         for step in range(1, config.num_steps + 1):
-            prompts = [dataset[draw.index] for draw in sampler.take(config.num_sequences_per_step)]
+            prompts = prompts_of(dataset, [draw.index for draw in sampler.take(config.num_sequences_per_step)])
             demonstrations = [demonstration(prompt, tokenizer, template_args) for prompt in prompts]
             batch = pad_trajectories(demonstrations, tokenizer.pad_token_id)
             loss = learner.supervise(batch)["loss"]

@@ -48,6 +48,93 @@ def test_images_inside_messages(tokenizer, processor, tmp_path):
         assert prompt.text == "[user]<|image_pad|>?<|end|>[assistant]"
 
 
+def test_keys_without_a_value_are_accepted(tokenizer, processor, write_parquet):
+    """All parts of a Parquet column have the same keys."""
+    absent = dict.fromkeys(("image", "image_url", "text", "index", "max_pixels", "nframes", "nonsense"))
+    url = {"url": data_url("blue"), "detail": None}
+    rows = [
+        {"prompt": chat({**absent, **part}, {**absent, "type": "text", "text": "?"}), "images": images}
+        for part, images in (
+            ({"type": "image_url", "image_url": url}, []),
+            ({"type": "image_url", "image_url": url, "text": ""}, []),
+            ({"type": "image"}, [{"bytes": png("blue"), "path": None, "nframes": None}]),
+            ({"type": "image", "image_url": {"url": None, "detail": None}}, [{"bytes": png("blue"), "path": "a.png"}]),
+            ({"type": "image", "index": 0}, [{"bytes": png("blue"), "path": ""}]),
+        )
+    ]
+    for source in (rows, write_parquet(rows)):
+        dataset = build(source, tokenizer, processor)
+        assert [colors(prompt) for prompt in dataset] == [["blue"]] * len(rows)
+        assert {prompt.text for prompt in dataset} == {"[user]<|image_pad|>?<|end|>[assistant]"}
+
+
+def test_an_image_inside_a_message_has_its_own_limits(tokenizer, processor):
+    url = data_url("blue")
+    ways = [
+        {"type": "image_url", "image_url": {"url": url, "max_pixels": 400}},
+        {"type": "image_url", "image_url": {"url": url}, "max_pixels": 400},
+        {"type": "image_url", "image_url": url, "max_pixels": 400},
+        {"type": "image_url", "image_url": {"url": url, "max_pixels": 400}, "max_pixels": 4000},
+        {"type": "image_url", "image_url": {"url": url, "max_pixels": 4000}, "max_pixels": 400},
+        {"type": "image", "image": {"bytes": png("blue"), "max_pixels": 400}, "detail": "high"},
+        {"type": "image", "base64": url.partition(",")[2], "max_pixels": 400},
+    ]
+    dataset = build([{"prompt": chat(way)} for way in ways], tokenizer, processor)
+    assert [prompt.media[0].content.images()[0].size for prompt in dataset] == [(28, 14)] * len(ways)
+    assert [colors(prompt) for prompt in dataset] == [["blue"]] * len(ways)
+
+
+@pytest.mark.parametrize("key", ["resized_height", "nonsense", "fps", "index", "text", "file_id"])
+def test_a_key_of_an_image_that_has_no_effect_is_refused(tokenizer, processor, key):
+    more = {key: 56}
+    inner = {"url": data_url("blue"), **more}
+    for row, place in (
+        ({"prompt": "<image>", "images": [{"bytes": png("red"), **more}]}, r"images\[0\]"),
+        ({"prompt": chat({"type": "image", "image": picture("red"), **more})}, r"prompt\[0\]\.content\[0\]"),
+        ({"prompt": chat({"type": "image_url", "image_url": inner})}, r"prompt\[0\]\.content\[0\]"),
+    ):
+        with pytest.raises(
+            DataError,
+            match=rf"row 0: {place}: {key} is not supported; .*known: min_pixels, max_pixels; remove it, or set data\.",
+        ):
+            build([row], tokenizer, processor)
+
+
+@pytest.mark.parametrize(
+    "key", ["min_frames", "total_pixels", "sample_fps", "nfames", "resized_height", "video_start", "nonsense", "detail"]
+)
+def test_a_key_of_a_video_that_has_no_effect_is_refused(tokenizer, processor, key):
+    frames = [png("red"), png("blue")]
+    hint = {"min_frames": "max_frames", "nfames": "max_frames", "total_pixels": "max_pixels"}.get(key)
+    meant = rf"did you mean '{hint}'\? " if hint else ""
+    for row, place in (
+        ({"prompt": "<video>", "videos": [{"video": frames, key: 2}]}, r"videos\[0\]"),
+        ({"prompt": chat({"type": "video", "video": frames, key: 2})}, r"prompt\[0\]\.content\[0\]"),
+    ):
+        with pytest.raises(
+            DataError,
+            match=rf"row 0: {place}: {key} is not supported; {meant}known: .*max_frames, fps; remove it, or set .*"
+            r"data\.max_video_frames for all rows",
+        ):
+            build([row], tokenizer, processor)
+
+
+def test_a_part_that_takes_an_image_of_the_column_has_no_settings(tokenizer, processor):
+    images = [picture("red"), picture("blue")]
+    place = r"row 0: prompt\[0\]\.content\[1\]"
+    for part, message in (
+        ({"type": "image", "max_pixels": 400}, "max_pixels in a part without its image; write it in the column: "),
+        ({"type": "image", "index": 0}, "index = 0, but the images of the column are used in order, .* number 1"),
+        ({"type": "image", "imge": "a.png"}, r"imge is not supported; did you mean 'image'\?"),
+        ({"type": "image", "text": "A cat"}, "text is not supported"),
+    ):
+        with pytest.raises(DataError, match=f"{place}: {message}"):
+            build([{"prompt": chat({"type": "image"}, part), "images": images}], tokenizer, processor)
+    part = {"type": "image", "index": 1}
+    row = {"prompt": chat({"type": "image", "index": 0}, part), "images": images}
+    assert colors(build([row], tokenizer, processor)[0]) == ["red", "blue"]
+
+
 def test_images_of_messages_and_of_the_column_keep_the_order_of_the_prompt(tokenizer, processor):
     inline = {"type": "image_url", "image_url": {"url": data_url("blue")}}
     row = {"prompt": chat({"type": "image"}, inline, {"type": "image"}), "images": [picture("red"), data_url("lime")]}

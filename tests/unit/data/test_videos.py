@@ -65,6 +65,40 @@ def test_long_lists_lose_frames_at_equal_distances():
     assert content.frames_per_s == 2.0
 
 
+def test_a_video_may_ask_for_fewer_frames_but_not_for_more():
+    settings = MediaSettings(rate=FrameRate(frames_per_s=2.0, max_frames=3))
+    shades = [np.full((4, 4, 3), shade, np.uint8) for shade in range(6)]
+    gif = animation(["red", "lime", "blue", "red"], [500] * 4)
+    for asked, num_frames in ((1, 1), (2, 2), (3, 3), (768, 3)):
+        listed = load_video({"video": shades, "max_frames": asked, "fps": 6}, "here", None, settings)
+        assert shown(listed) == [(number * 6 // num_frames,) * 3 for number in range(num_frames)]
+        assert listed.frames_per_s == num_frames
+        assert len(load_video({"bytes": gif, "max_frames": asked}, "here", None, settings).frames) == num_frames
+    for wrong in (0, True, 1.5, "2"):
+        with pytest.raises(DataError, match=rf"here: max_frames = {wrong!r}; must be a whole number >= 1"):
+            load_video({"video": shades, "max_frames": wrong}, "here", None, settings)
+
+
+def test_frames_of_different_sizes_are_refused(tokenizer, processor):
+    frames = [picture("red", (56, 56)), picture("red", (56, 56)), picture("blue", (280, 28))]
+    for row, place in (
+        ({"prompt": "<video>", "videos": [frames]}, r"videos\[0\]"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video", "video": frames}]}]}, r"prompt\[0\].content\[0\]"),
+    ):
+        with pytest.raises(
+            DataError, match=rf"row 0: {place} frame 2: 280 x 28 pixels, and frame 0 has 56 x 56, .*give all frames"
+        ):
+            build([row], tokenizer, processor)
+    almost = [picture("red", (56, 56)), picture("red", (56, 55))]
+    with pytest.raises(DataError, match="here frame 1: 56 x 55 pixels, and frame 0 has 56 x 56"):
+        load_video(almost, "here", None)
+    # Only frames that are used are compared, and they are named by their number in the row.
+    assert len(load_video({"frames": frames, "max_frames": 2}, "here", None).frames) == 2
+    frames = [frames[0], frames[2], frames[2], frames[0]]
+    with pytest.raises(DataError, match="here frame 2: 280 x 28 pixels, and frame 0 has 56 x 56"):
+        load_video({"frames": frames, "max_frames": 2}, "here", None)
+
+
 @given(st.integers(1, 200), st.integers(1, 64))
 def test_evenly(num_all, max_frames):
     kept = evenly(num_all, max_frames)
@@ -142,7 +176,7 @@ def test_files_with_a_decoder(tmp_path):
 def test_bad_videos():
     with pytest.raises(DataError, match="here: a video in a data URL is not supported; give a path"):
         load_video("data:video/mp4;base64,AAAA", "here", None)
-    with pytest.raises(DataError, match="here: nframes is not supported; remove it"):
+    with pytest.raises(DataError, match=r"here: nframes is not supported; did you mean 'max_frames'\?.*; remove it"):
         load_video({"frames": [png("red")], "nframes": 3}, "here", None)
     with pytest.raises(DataError, match="here: not a readable image"):
         load_video(animation(["red", "blue"], 500)[:-30], "here", None)

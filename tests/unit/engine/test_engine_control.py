@@ -30,7 +30,7 @@ from tiny import tokenizer
 
 from headwater.core.errors import QueueFull, RolloutFailed, WeightsError
 from headwater.engine import delivery
-from headwater.engine.delivery import Throughput
+from headwater.engine.delivery import Gathering, Throughput
 
 LONG = request(tokens_of(9), 1, "long", max_new_tokens=100)
 
@@ -215,6 +215,21 @@ def test_a_stream_that_is_closed_early_frees_the_pages_of_its_request():
         until(lambda: not engine._intake.num_open, "the abandoned request goes on")
         assert engine.metrics().num_tokens_generated < 240
         assert_nothing_is_held(engine)
+
+
+def test_a_request_no_longer_counts_when_its_last_tokens_arrive():
+    """A caller that streams with the longest queue the engine allows may send the next request at once."""
+    seen = []
+
+    def on_delta(delta):
+        seen.append((engine._intake.num_open, delta.stop_reason))
+
+    with running() as engine:
+        gathering = Gathering(1)
+        engine._intake.enter([request(tokens_of(9), max_new_tokens=20)], gathering.take, on_delta)
+        gathering.wait(engine._loop.progress)
+    assert seen[-1] == (0, "length")
+    assert set(seen[:-1]) == {(1, None)}
 
 
 def test_two_requests_of_one_name_are_two_requests_when_a_caller_goes_away():

@@ -177,6 +177,12 @@ def test_pictures_are_scaled_as_transformers_does_it() -> None:
         fitted_size((10, 2001), factor=28, min_pixels=1, max_pixels=10**9)
 
 
+def test_frames_of_different_sizes_are_not_stretched() -> None:
+    frames = [picture(*size).frames[0] for size in ((56, 56), (280, 28))]
+    with pytest.raises(ValueError, match="frame 1 of a video has 280×28 pixels, and frame 0 has 56×56"):
+        processor_of("qwen2_5_vl").family.inputs(MediaContent.of("video", frames))
+
+
 def test_numbers_in_words() -> None:
     numbers = (0, 7, 12, 20, 42, 100, 231)
     expected = ["zero", "seven", "twelve", "twenty", "forty-two", "one hundred", "two hundred and thirty-one"]

@@ -71,6 +71,9 @@ class Rows:
     def prepare(self, count: int) -> None:
         self.num_prepared = count
 
+    async def read_ahead(self, count: int, at_least: int) -> int:
+        return count
+
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
 

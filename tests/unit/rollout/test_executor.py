@@ -448,6 +448,50 @@ def test_batches_follow_each_other_through_the_stream(in_waves):
     assert (counts.dispatched, counts.trained, counts.buffered, counts.in_flight) == (9, 9, 0, 0)
 
 
+LIMIT_S = 60.0
+
+
+class SlowRows(Rows):
+    """Rows of which two at a time can be taken early, after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.is_asked, self.may_go_on = [], threading.Event(), threading.Event()
+
+    def take(self, count):
+        self.taken.append(count)
+        return super().take(count)
+
+    async def read_ahead(self, count, at_least):
+        self.is_asked.set()
+        await asyncio.to_thread(self.may_go_on.wait, LIMIT_S)
+        return max(at_least, min(count, 2))
+
+
+def test_groups_start_as_their_prompts_are_read_but_a_wave_starts_as_a_whole(in_waves):
+    rows, policy = SlowRows(), Policy()
+    rows.may_go_on.set()
+    with executor_of(policy, batch_size=5, in_waves=in_waves, num_batches=1) as executor:
+        assert uids(policy.step(executor, rows)) == [f"row{number}" for number in range(5)]
+    assert rows.taken == ([5] if in_waves else [2, 2, 1])
+
+
+def test_a_pause_while_prompts_are_read_starts_none_of_them(in_waves):
+    rows, policy = SlowRows(), Policy()
+    with executor_of(policy, batch_size=4, in_waves=in_waves, num_batches=1) as executor:
+        batch = threading.Thread(target=lambda: policy.step(executor, rows))
+        batch.start()
+        assert rows.is_asked.wait(LIMIT_S)
+        executor.pause()
+        rows.may_go_on.set()
+        while executor._tasks.call(lambda: executor._dispatcher._is_admitting, "looking at the admission"):
+            time.sleep(0.001)
+        assert not rows.taken
+        executor.resume()
+        batch.join(LIMIT_S)
+    assert rows.next == 4
+
+
 def test_the_prompts_of_the_next_wave_are_prepared_while_the_learner_trains():
     rows, policy = Rows(), Policy()
     with executor_of(policy, batch_size=4, num_batches=2) as executor:

@@ -329,6 +329,10 @@ def test_chats_with_images_are_answered_as_the_engine_answers(engine: Engine) ->
     status, body = ask(engine, "/v1/responses", asked_again)
     assert (status, body["output"][0]["content"][0]["text"]) == (200, whole["choices"][0]["message"]["content"])
 
+    parts[1]["resized_height"] = 28
+    status, body = ask(engine, "/v1/responses", asked_again)
+    assert (status, "resized_height is not supported" in body["error"]["message"]) == (400, True)
+
     status, body = ask(engine, "/tokenize", {"messages": chat(data_url(png("red")))["messages"]})
     assert (status, body["tokens"]) == (200, list(request(RED).input_tokens))
 
@@ -346,6 +350,7 @@ def test_refused_images_are_named(engine: Engine) -> None:
         ("file:///etc/passwd", f"{where}: '/etc/passwd' is not read from the disk"),
         (7, f"{where}: a int is not an image"),
         ({"detail": "low"}, where),
+        ({"url": data_url(png("red")), "nonsense": 1}, f"{where}: nonsense is not supported; known: min_pixels"),
     ]
     for image, message in cases:
         status, body = ask(engine, "/v1/chat/completions", chat(image))
@@ -395,17 +400,20 @@ def test_images_are_downloaded_only_if_the_server_may(engine: Engine, tmp_path) 
         app = build_app(engine, load_tokenizer(MODEL), ServerOptions("m", **options), processor=processor())
         async with TestServer(pictures) as source, TestClient(TestServer(app)) as client:
             statuses = []
-            for name in ("red.png", "away.png", "none.png"):
-                async with client.post("/v1/chat/completions", json=chat(str(source.make_url(name)))) as reply:
+            for name in ("red.png", "red.png", "away.png", "none.png"):
+                url = {"url": str(source.make_url(name)), "detail": "low"}
+                image = {**url, "max_pixels": 28 * 28} if statuses else url
+                async with client.post("/v1/chat/completions", json=chat(image)) as reply:
                     statuses.append((reply.status, await reply.json()))
             return statuses
 
-    (found, red), (redirected, away), (missing, none) = run(scenario(fetches_media=True))
-    assert (found, redirected, missing) == (200, 400, 400)
+    (found, red), (small, smaller), (redirected, away), (missing, none) = run(scenario(fetches_media=True))
+    assert (found, small, redirected, missing) == (200, 200, 400, 400)
     assert red["prompt_token_ids"] == list(request(RED).input_tokens)
+    assert len(smaller["prompt_token_ids"]) < len(red["prompt_token_ids"])
     assert "Redirection to url 'file:" in away["error"]["message"]
     assert "404" in none["error"]["message"]
-    assert [status for status, _ in run(scenario())] == [400, 400, 400]
+    assert [status for status, _ in run(scenario())] == [400] * 4
 
 
 def test_a_download_that_never_ends_is_given_up(monkeypatch) -> None:

@@ -15,7 +15,7 @@ from workflows.pictures import answer, content, episode_of, picture, png, proces
 
 from headwater.chat.parsers import make_parser
 from headwater.config.rollout_schema import SandboxConfig, ToolsConfig
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.tool_calls import ToolCall
 from headwater.data.media import MediaSettings, load_image
 from headwater.models.load import load_processor
@@ -293,6 +293,21 @@ class Loop(verl.AgentLoopBase):
             "1", prompt_ids=tokens, sampling_params=sampling_params, image_data=[picture("red", (84, 84))]
         )
         raise AssertionError
+
+
+def test_parts_of_a_class_may_have_settings():
+    shown = Pictures(episode_of().context)
+
+    def held(part: dict[str, Any]) -> Any:
+        ((message,), contents) = shown.taken([{"role": "user", "content": [part]}])
+        assert message["content"] == [{"type": "image", "digest": contents[0].digest}]
+        return contents[0].images()[0].size
+
+    part = {"type": "image", "image": picture("red", (56, 56))}
+    assert held(part) == held({**part, "max_pixels": None}) == (56, 56)
+    assert held({**part, "max_pixels": 100}) == (10, 10)
+    with pytest.raises(DataError, match="resized_width is not supported"):
+        held({**part, "resized_width": 28})
 
 
 def test_images_without_their_tokens_are_refused():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,20 @@ def num_pixels(content: MediaContent) -> int:
         with Image.open(io.BytesIO(frame)) as image:
             total += image.height * image.width
     return total
+
+
+def of_one_size(frames: Iterable[Image.Image]) -> Iterator[Image.Image]:
+    """The frames of a video one by one. ``ValueError`` for one of another size, which would be stretched."""
+    first: tuple[int, int] | None = None
+    for number, frame in enumerate(frames):
+        first = first or frame.size
+        if frame.size != first:
+            (width, height), (first_width, first_height) = frame.size, first
+            raise ValueError(
+                f"frame {number} of a video has {width}×{height} pixels, and frame 0 has {first_width}×{first_height}: "
+                "all frames must have the same size"
+            )
+        yield frame
 
 
 def fitted_size(
@@ -103,7 +117,9 @@ class PatchMaker:
 
     def levels(self, frames: Iterable[Image.Image], size: tuple[int, int]) -> tuple[Tensor, tuple[int, int, int]]:
         """The same in bytes, before the table is applied. A picture is not repeated."""
-        scaled = np.stack([np.asarray(frame.resize((size[1], size[0]), self._resample)) for frame in frames])
+        scaled = np.stack(
+            [np.asarray(frame.resize((size[1], size[0]), self._resample)) for frame in of_one_size(frames)]
+        )
         is_video = len(scaled) > 1
         if is_video:
             scaled = np.concatenate([scaled, scaled[-1:].repeat(-len(scaled) % self.group, axis=0)])

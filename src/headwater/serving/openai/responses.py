@@ -126,7 +126,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
         raise wrong(f"{where}.type", kind, f"only text and images are accepted: {', '.join(_TEXT_PARTS)}, input_image")
     if not isinstance(part.get("image_url"), str):
         raise wrong(f"{where}.image_url", part.get("image_url"), "must be a data URL; files are not stored here")
-    return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    return {**part, "type": "image_url"}
 
 
 def _joined(first: Content | None, second: Content) -> Content:

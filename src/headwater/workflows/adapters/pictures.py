@@ -14,7 +14,7 @@ import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from headwater.chat.render import encode_rendered, render_chat
+from headwater.chat.render import encode_rendered, render_chat, without_nones
 from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import Media, MediaContent, MediaProcessor, PlacedMedia
 from headwater.data.media import load_image, load_video, media_cache
@@ -169,10 +169,11 @@ class Pictures:
     def _held(self, part: Any) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
         value = part.get(kind) if kind in ("image", "video") else None
-        if value is not None and not isinstance(value, MediaContent):
+        has_settings = isinstance(part, Mapping) and not without_nones(part).keys() <= {"type", kind}
+        if value is not None and not has_settings and not isinstance(value, MediaContent):
             (content,) = self.read([value]) if kind == "image" else self.read(None, [value])
             return {"type": kind, kind: content}
-        if kind in ("image_url", "video_url"):
+        if kind in ("image_url", "video_url") or (value is not None and has_settings):
             (loaded,) = load_message_media(
                 [{"role": "user", "content": [part]}], "messages", settings=self._context.media_settings
             )
