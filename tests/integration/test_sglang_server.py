@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -283,14 +284,23 @@ def test_a_killed_server_is_replaced_and_loses_no_token(engine: SglangEngine) ->
     sampling = SamplingParams(250, ignore_end=True)
     for _ in range(20):
         answers = generating(engine, 4, sampling)
+        while engine._session.num_started < 4 and engine._session.num_open == 5:
+            time.sleep(0.005)
         os.killpg(engine._server.pid, signal.SIGSTOP)
-        if still_answers(engine):
+        if still_answers(engine) and any(arrived := tokens_of_open_requests(engine)):
             break  # on a busy machine, all may have ended before that is seen
         os.killpg(engine._server.pid, signal.SIGCONT)
         answers()
     os.killpg(engine._server.pid, signal.SIGKILL)
     responses = answers()
     assert engine.status().num_restarts == 1
-    for response in responses:
+    for response, kept in zip(responses, arrived, strict=True):
         assert response.output_len == 250
+        assert response.output_tokens[: len(kept)] == kept, "tokens that had arrived were generated again"
         assert_sampled_by({version: weights(3)}, response, sampling)
+
+
+def tokens_of_open_requests(engine: SglangEngine) -> list[tuple[int, ...]]:
+    """What has arrived of each of the four responses; empty for those that are complete."""
+    arrived = {each.request.request_id: tuple(each.tokens) for each in engine._session._open}
+    return [arrived.get(f"request-{number}", ()) for number in range(4)]

@@ -274,7 +274,8 @@ def _fit(
         plan = plan_run(config, model_path, num_launched())
         built = planned(config, plan)
         with advised("load_engine", config, plan, is_resumed=resuming):
-            rollout = stack.enter_context(closing(build_rollout(built, model_path, remote=site.remote())))
+            remote = site.remote()
+            rollout = stack.enter_context(closing(build_rollout(built, model_path, remote=remote)))
         if releases_cache(config, plan):
             rollout.sleep_cache()  # the learner is built in the memory that the cache gives back
         # Without a checkpoint, a warm start is repeated and makes the reference again.
@@ -300,7 +301,7 @@ def _fit(
         site.log_to(run.path / "logs")
         template = getattr(rollout.tokenizer, "chat_template", None)
         notices = [
-            *config_notices(config, given, site.device),
+            *config_notices(config, given, site.device, remote.weight_transfer if remote is not None else None),
             *data_notices(
                 training.train_data,
                 config,

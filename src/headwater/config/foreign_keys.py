@@ -34,7 +34,7 @@ VERL: Mapping[str, str] = {
     "data.val_max_samples": "data.max_eval_rows, and 0 means all",
     "data.filter_overlong_prompts": "data.truncation=filter, which is the default",
     "data.filter_overlong_prompts_workers": "data.num_filter_workers",
-    "data.dataloader_num_workers": "rows are read when they are needed, without worker processes",
+    "data.dataloader_num_workers": "rows are read when they are needed, and their images and videos by threads",
     "data.apply_chat_template_kwargs": "data.chat_template_args",
     "data.custom_cls.path": "data.dataset, as file.py:Class",
     "data.custom_cls.name": "data.dataset, as file.py:Class",

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from headwater.config.keys import settings, value_at
-from headwater.config.schema import Config
+from headwater.config.schema import Config, WeightTransfer
 from headwater.config.server_checks import backend_traits
 from headwater.config.tree import show
 
@@ -45,9 +45,15 @@ class Notice:
         return f"{self.subject}: {self.text}"
 
 
-def config_notices(config: Config, given: Collection[str] = (), automatic: str | None = None) -> list[Notice]:
+def config_notices(
+    config: Config,
+    given: Collection[str] = (),
+    automatic: str | None = None,
+    chosen_transfer: WeightTransfer | None = None,
+) -> list[Notice]:
     """``given`` are the keys that were set explicitly. ``automatic`` is the device that ``auto`` stands for; None if
-    it is not known here."""
+    it is not known here. ``chosen_transfer`` is what the run has chosen for ``rollout.weight_transfer = auto`` on a
+    Ray cluster."""
     if len(given) >= len(settings(Config)):
         given = ()  # a resolved recipe gives every key
     return [
@@ -56,6 +62,7 @@ def config_notices(config: Config, given: Collection[str] = (), automatic: str |
         *_one_rank(config),
         *_several_ranks(config, given),
         *_running_ray(config),
+        *_weight_link(config, given, automatic, chosen_transfer),
         *_no_forward_pass(config),
         *_separate(),
         *_forgotten(config, given),
@@ -131,6 +138,22 @@ def _running_ray(config: Config) -> Iterator[Notice]:
         yield Notice(
             f"cluster.object_store_mib = {size}",
             f"has no effect, because RAY_ADDRESS = {address} names a Ray that runs already",
+        )
+
+
+def _weight_link(
+    config: Config, given: Collection[str], automatic: str | None, chosen_transfer: WeightTransfer | None
+) -> Iterator[Notice]:
+    """``auto`` never means NCCL. Ray gives every rank and every disaggregated server its own GPUs, which NCCL needs."""
+    rollout = config.rollout
+    has_gpus = automatic == "cuda" and rollout.placement == "disaggregated" and rollout.device != "cpu"
+    # SGLang gets its weights from the process of the training loop, which has no GPU in a cluster.
+    can_use_nccl = has_gpus and not backend_traits(config).is_foreign
+    if chosen_transfer == "collective" and can_use_nccl and "rollout.weight_link" not in given:
+        yield Notice(
+            "rollout.weight_transfer = auto",
+            "sends weights with gloo, through main memory; rollout.weight_transfer=collective rollout.weight_link=nccl "
+            "sends them from GPU to GPU (not tested on several GPUs yet)",
         )
 
 

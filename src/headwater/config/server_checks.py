@@ -252,6 +252,13 @@ def weight_link_has_gpus(config: Config, layers: Layers) -> Iterator[Clash]:
             f"{remedy}",
         )
         return
+    if config.cluster.kind == "ray" and backend_traits(config).is_foreign:
+        yield Clash(
+            (key, "rollout.backend", "cluster.kind"),
+            f"the process of the training loop sends the weights to {rollout.backend} servers, and with cluster.kind = "
+            "ray it has no GPU to send from; use rollout.weight_link=gloo, or another rollout.backend",
+        )
+        return
     used = {"model.device": [config.model.device]}
     if not rollout.servers:
         used |= {"rollout.device": [rollout.device], "rollout.launch.devices": list(rollout.launch.devices)}
@@ -346,11 +353,17 @@ def offloading_learner_takes_turns(config: Config, layers: Layers) -> Iterator[C
             "the learner and the engine must take turns on the device, but with rollout.max_staleness = "
             f"{config.rollout.max_staleness} both work at the same time; {remedy}, or use rollout.max_staleness=0",
         )
-    if config.rollout.is_separate:
+    if config.rollout.servers:
+        yield Clash(
+            ("learner.offload_during_rollout", "rollout.servers"),
+            "running servers do not take turns with the learner, because the run knows neither their GPUs nor their "
+            f"options; {remedy}, or use rollout.placement=colocated without rollout.servers",
+        )
+    elif config.rollout.is_separate:
         yield Clash(
             ("learner.offload_during_rollout", "rollout.placement"),
-            "the engine runs in a separate process (rollout.placement = disaggregated, or rollout.servers), which does "
-            f"not take turns with the learner; {remedy}, or use rollout.placement=colocated",
+            "with rollout.placement = disaggregated, the engine runs in a separate process, which does not take turns "
+            f"with the learner; {remedy}, or use rollout.placement=colocated",
         )
 
 

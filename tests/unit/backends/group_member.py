@@ -21,7 +21,9 @@ class GroupMember:
     async def join(self, body: Mapping[str, Any]) -> None:
         """``/init_weights_update_group``"""
         name = body["group_name"]
-        meeting = Meeting(body["master_address"], body["master_port"], name, body["backend"], 300.0)
+        meeting = Meeting(
+            body["master_address"], body["master_port"], name, body["backend"], 300.0, connects_first=False
+        )
         self._groups[name] = await asyncio.to_thread(Link.connect, meeting, body["rank_offset"], body["world_size"])
 
     async def receive(self, body: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import sys
@@ -22,12 +23,13 @@ from player import serving
 from tiny import model, tokenizer
 
 from headwater.backends import BackendContext
+from headwater.backends.fleet import make_fleet
 from headwater.backends.launch.child import ChildServer, Command, without_secret
 from headwater.backends.remote import requests as requests_module
 from headwater.backends.remote import servers as servers_module
 from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import StreamTurns
-from headwater.backends.remote.link import Garbage, Sending, Span
+from headwater.backends.remote.link import STREAM_INTERVAL, Garbage, LinkLost, Overloaded, Sending, Span
 from headwater.backends.sglang.engine import SglangEngine, command
 from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.cli.route import find_model
@@ -111,6 +113,27 @@ def test_both_forms_of_streams_are_read():
         assert tokens == [12095, 13, 151645]
 
 
+def test_tokens_that_a_stream_repeats_or_leaves_out_are_noticed():
+    pairs, aborted = ANSWER["meta_info"]["output_token_logprobs"], {"type": "abort", "status_code": None}
+    # The end of a request that was moved back into the queue comes with all tokens, after those that are new.
+    event = changed(output_token_logprobs=[*pairs[1:], *pairs], finish_reason=aborted)
+    assert read_answer(event, 1).tokens == (13, 151645)
+    assert (
+        read_answer(changed(output_token_logprobs=pairs[:1], completion_tokens=0, finish_reason=aborted), 2).tokens
+        == ()
+    )
+    with pytest.raises(LinkLost, match="2 tokens of a stream are missing"):
+        read_answer(changed(output_token_logprobs=pairs[2:], finish_reason=None), 0)
+    assert read_answer(changed(output_token_logprobs=[], finish_reason=aborted), 2).tokens == ()
+
+
+def test_a_refusal_inside_a_stream_is_that_of_an_answer():
+    for status, error in ((400, RequestError), (503, Overloaded), (500, RolloutFailed)):
+        ended = {"type": "abort", "message": "no room", "status_code": status}
+        with pytest.raises(error, match="no room"):
+            read_answer(changed(finish_reason=ended), 0)
+
+
 def test_garbage_is_named():
     for text in ("<html>", "[]", "null", "{}", changed(finish_reason=1), changed(finish_reason={"type": "?"})):
         with pytest.raises(Garbage):
@@ -135,6 +158,9 @@ def test_a_request_has_the_names_and_defaults_of_sglang():
     assert (params["max_new_tokens"], params["min_new_tokens"], params["temperature"]) == (8, 3, 0.7)
     assert (params["top_k"], params["top_p"], params["stop_token_ids"]) == (-1, 1.0, [2, 3])
     assert 0 <= params["sampling_seed"] < 2**31
+    assert "stream_interval" not in params
+    streamed = write_request(Sending(request, (2,), streams=False), DIALECTS[0], streams_new_tokens=True)
+    assert (streamed["stream"], streamed["sampling_params"]["stream_interval"]) == (True, STREAM_INTERVAL)
     older = write_request(Sending(request, (2,)), DIALECTS[-1])
     assert "sampling_seed" not in older["sampling_params"], "an unknown parameter is an error there"
 
@@ -146,6 +172,8 @@ def test_what_differs_between_versions_is_found_by_the_version():
     assert not dialect_of("0.5.20").has_update_calls
     assert dialect_of("0.5.19").labels_tokens
     assert not dialect_of("0.5.18").labels_tokens
+    assert dialect_of("0.5.11").streams_new_tokens
+    assert not dialect_of("0.5.10.post1").streams_new_tokens
     assert not dialect_of("0.5.5").has_pause_modes
     assert dialect_of("0.5.3.post1").has_seeds
     assert not dialect_of("0.5.2").has_seeds
@@ -207,6 +235,40 @@ def test_the_command_of_a_server():
         SglangEngine.launch(context("rollout.placement=disaggregated"), ["cpu"])
 
 
+def test_a_server_beside_the_learner_can_release_memory_if_they_take_turns():
+    turns = ("cluster=ray", "learner.offload_during_rollout=true")
+
+    def num_flags(*settings: str, device: str = "cuda:0", shares_device: bool = True) -> int:
+        how = command(context(*settings), Path("/models/one"), [device], shares_device=shares_device)
+        return how.arguments.count("--enable-memory-saver")
+
+    assert num_flags(*turns) == 1
+    assert num_flags(*turns, "rollout.launch.args=[--enable-memory-saver]") == 1, "given by the user"
+    assert num_flags("cluster=ray") == num_flags(*turns, shares_device=False) == num_flags(*turns, device="cpu") == 0
+    with pytest.raises(
+        ConfigError, match=r"offload_during_rollout = true: the SGLang server .* on a GPU, .* use false"
+    ):
+        SglangEngine.launch(context(*turns), ["cpu"])
+
+
+def test_a_launched_server_streams_new_tokens_if_its_version_can(monkeypatch):
+    spec = importlib.util.spec_from_file_location("headwater_server_child", servers_module._CHILD)
+    child = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(child)
+    option = "--incremental-streaming-output"
+    assert child._sglang_options() == [], "SGLang is not installed here"
+    for version, expected in (
+        ("0.5.23", [option]),
+        ("0.5.11.post1", [option]),
+        ("0.5.10.post1", []),
+        ("1.0", [option]),
+    ):
+        monkeypatch.setattr(child.importlib.metadata, "version", lambda _, version=version: version)
+        assert child._sglang_options() == expected
+    monkeypatch.setattr(sys, "argv", ["child", "sglang", option])
+    assert child._sglang_options() == [], "the user has given it"
+
+
 def test_the_key_of_a_server_is_not_in_its_output():
     """SGLang prints all its settings."""
     for split in range(7):
@@ -252,6 +314,13 @@ class Player:
         self.num_waiting = 0
         """Requests that have arrived since it was paused."""
         self.labels_tokens = False
+        self.streams_new_tokens = False
+        self.asked: list[list[int]] = []
+        """The tokens of the requests."""
+        self.breaks = 0
+        """How many of the next streams end after their first token, as if the server had died."""
+        self.holds_streams = False
+        """After its first token, a stream waits until it is aborted."""
         self.on_call: Callable[[str], None] = lambda path: None
         """Called with the path of every call before it is answered."""
 
@@ -261,6 +330,7 @@ class Player:
     async def generate(self, asked: web.Request) -> web.StreamResponse:
         body = await asked.json()
         self.keys.append(body.get("extra_key"))
+        self.asked.append(body["input_ids"])
         if self.before:
             self.before.pop(0)()
         if self.refused.get("/generate"):
@@ -276,6 +346,9 @@ class Player:
         events = [(1, None), (count, {"type": "length", "length": count})]
         if self.holds:
             events, pairs = [(1, {"type": "abort", "message": "Aborted"})], pairs[:1]
+        elif self.holds_streams:
+            events[1] = (1, {"type": "abort", "message": "Aborted"})
+        starts = [0, events[0][0]] if self.streams_new_tokens and body["stream"] else [0, 0]
         bodies = [
             {
                 "output_ids": [],
@@ -284,13 +357,13 @@ class Player:
                     "finish_reason": reason,
                     "weight_version": self.label,
                     "completion_tokens": end,
-                    "output_token_logprobs": pairs[:end],
+                    "output_token_logprobs": pairs[start:end],
                     "weight_versions": [{"version": self.label, "start": 0, "end": end}]
                     if self.labels_tokens
                     else None,
                 },
             }
-            for end, reason in events
+            for start, (end, reason) in zip(starts, events, strict=False)
         ]
         if not body["stream"]:
             return web.json_response(bodies[-1])
@@ -298,6 +371,14 @@ class Player:
         await reply.prepare(asked)
         for each in bodies:
             await reply.write(f"data: {json.dumps(each)}\n\n".encode())
+            if self.breaks:
+                self.breaks -= 1
+                asked.transport.close()
+                return reply
+            if self.holds_streams and each is bodies[0]:
+                aborted = self.held[body["rid"]] = asyncio.Event()
+                await aborted.wait()
+                self.calls.append("ends")
         await reply.write(b"data: [DONE]\n\n")
         return reply
 
@@ -311,6 +392,7 @@ class Player:
             return web.json_response({"detail": "Not Found"}, status=404)
         if path.endswith("server_info"):
             own = {"version": self.version, "random_seed": self.seed, "disable_overlap_schedule": self.labels_tokens}
+            own["incremental_streaming_output"] = self.streams_new_tokens
             return web.json_response({**SERVER, **own, "dtype": "float32"})
         if path.endswith("model_info"):
             told = {"model_path": "/weights", "tokenizer_path": "/elsewhere", "weight_version": self.label}
@@ -416,6 +498,70 @@ def test_tokens_are_streamed_and_memory_is_released():
         engine.wake(("kv_cache",))
         thread.join(60)
         assert player.calls[-2:] == ["resume_memory_occupation", "continue_generation"]
+
+
+def test_tokens_that_have_arrived_are_not_generated_again_after_a_broken_stream():
+    for version, is_streamed in (("0.5.23", True), ("0.5.10", False)):  # the older one would repeat log-probs
+        player = Player(version)
+        player.streams_new_tokens = True
+        with connected(player) as engine:
+            player.breaks = 2
+            response = ask(engine)
+        if not is_streamed:
+            assert (player.asked, player.breaks) == ([[5, 6, 7]], 2), "it was requested as a whole"
+            assert response.output_tokens == (20, 21, 22, 23)
+            continue
+        assert player.asked == [[5, 6, 7], [5, 6, 7, 20], [5, 6, 7, 20, 20]], "each continues the one before"
+        assert (response.output_tokens, response.output_logprobs) == ((20, 20, 20, 21), (-0.5,) * 4)
+        assert (response.output_versions, response.stop_reason) == ((1,) * 4, "length")
+
+
+def test_another_server_continues_the_response_of_one_that_dies():
+    players = [Player("0.5.23"), Player("0.5.23")]
+
+    def die(dying: Player) -> None:
+        dying.refused = {"/model_info": [502] * 1000}
+        dying.breaks = 1
+        for player in players:
+            player.before.clear()
+
+    with serving(*players[0].routes()) as first, serving(*players[1].routes()) as second:
+        for player in players:
+            player.streams_new_tokens = True
+        router = make_fleet(context(f"rollout.servers=[{first}, {second}]"))
+        try:
+            router.update_weights(WeightUpdate.of(1, model().named_parameters())).result(60)
+            for player in players:  # whichever gets the request dies after its first token
+                player.before.append(lambda player=player: die(player))
+            response = ask(router)
+        finally:
+            router.close()
+    dead, other = sorted(players, key=lambda player: not player.refused)
+    assert (dead.asked, other.asked) == ([[5, 6, 7]], [[5, 6, 7, 20]])
+    assert (response.output_tokens, response.output_logprobs) == ((20, 20, 21, 22), (-0.5,) * 4)
+
+
+def test_a_request_whose_caller_leaves_has_ended_before_an_update():
+    """SGLang cannot empty its cache while a request runs, although nothing reads it any more."""
+
+    async def leave() -> None:
+        async for _ in engine.astream(ModelRequest("one", (5, 6, 7), SamplingParams(4), rng_key=5)):
+            return
+
+    player = Player("0.5.23")
+    player.streams_new_tokens = player.holds_streams = True
+    with connected(player) as engine:
+        asyncio.run(leave())
+        engine.update_weights(WeightUpdate.of(2, model().named_parameters()), "drain").result(60)
+        update = ["pause_generation in_place", "update_weights_from_disk 2", "continue_generation"]
+        assert player.calls[-5:] == ["abort_request", "ends", *update]
+        # A stop string, which only the run looks for.
+        count = len(player.calls)
+        stop = tokenizer().decode([20])
+        sampling = SamplingParams(4, stop_strings=(stop,))
+        response = asyncio.run(engine.agenerate(ModelRequest("two", (5, 6, 7), sampling, rng_key=5)))
+        assert (response.output_tokens, response.stop_reason) == ((20,), "stop")
+        until(lambda: player.calls[count:] == ["abort_request", "ends"])
 
 
 def test_the_pause_of_an_update_does_not_count_the_time_in_which_a_server_drains(monkeypatch):

@@ -28,6 +28,7 @@ class Tape:
     def __init__(self, exchanges: list[dict[str, Any]]) -> None:
         # Health checks and the metrics they read depend on the time, so GET calls may come at any time, or not at all.
         self._told = {each["path"]: each for each in exchanges if each["method"] == "GET"}
+        self.heard = exchanges
         self.left = [each for each in exchanges if each["method"] != "GET"]
         self.others: list[Any] = []
         """Calls that differ from the recording."""
@@ -82,8 +83,11 @@ def test_a_recorded_conversation_is_held_again(file):
     assert not tape.others
     assert not tape.left
     assert again == heard
-    assert again["info"][0] == file.stem
-    assert dialect_of(file.stem).labels_tokens == again["info"][1]
+    version, _, form = file.stem.partition("-")
+    assert again["info"][0] == version
+    assert dialect_of(version).labels_tokens == again["info"][1]
+    asked = [each["body"] for each in tape.heard if each["path"] == "/generate"]
+    assert sum(each["stream"] for each in asked) == (len(asked) if form else 1)
     for version in (1, 2):
         tokens, logprobs, versions, reason = again[f"sampled-{version}"]
         assert (len(tokens), len(logprobs), versions, reason) == (11, 11, [version] * 11, "length")
@@ -106,8 +110,8 @@ def test_a_recorded_conversation_is_held_again(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_another_conversation_is_noticed(file, monkeypatch):
-    def other(sending, dialect):
-        body = write_request(sending, dialect)
+    def other(*asked, **settings):
+        body = write_request(*asked, **settings)
         return body | {"sampling_params": body["sampling_params"] | {"top_p": 0.9}}
 
     monkeypatch.setattr(http_module, "write_request", other)

@@ -179,6 +179,21 @@ def test_the_command_of_a_server() -> None:
         InProcessLink.start(context(), Path("/m"))
 
 
+def test_a_server_beside_the_learner_can_sleep_if_they_take_turns() -> None:
+    turns = ("cluster=ray", "learner.offload_during_rollout=true")
+
+    def num_flags(*settings: str, device: str = "cuda:0", shares_device: bool = True) -> int:
+        how = command(context(*settings), Path("/models/one"), [device], shares_device=shares_device)
+        return how.arguments.count("--enable-sleep-mode")
+
+    assert num_flags(*turns) == 1
+    assert num_flags(*turns, "rollout.launch.args=[--enable-sleep-mode]") == 1, "given by the user"
+    assert num_flags("cluster=ray") == num_flags(*turns, shares_device=False) == 0
+    assert num_flags(*turns, device="cpu") == 0, "vLLM refuses it there"
+    with pytest.raises(ConfigError, match=r"offload_during_rollout = true: the vLLM server .* on a GPU, .* use false"):
+        VllmEngine.launch(context(*turns), ["cpu"])
+
+
 # An engine over a server that plays recorded exchanges
 
 

@@ -141,6 +141,11 @@ CLASHES = [
         ["rollout.placement=colocated", "set it to false"],
     ),
     (
+        ["rollout.backend=vllm", "rollout.servers=[http://127.0.0.1:8000]", "learner.offload_during_rollout=true"],
+        "learner.offload_during_rollout = true",
+        ["running servers", "set it to false", "without rollout.servers"],
+    ),
+    (
         ["rollout.max_staleness=2", "learner.offload_during_rollout=true"],
         "learner.offload_during_rollout = true",
         ["rollout.max_staleness = 2", "rollout.max_staleness=0"],

@@ -94,6 +94,21 @@ def test_what_the_number_of_ranks_a_running_ray_or_vllm_on_a_cpu_makes_idle_is_s
     assert "engine.memory_fraction = 0.5" not in subjects("engine.memory_fraction=0.5")
 
 
+def test_nccl_is_named_where_auto_sends_weights_between_machines_through_main_memory():
+    def said(*overrides, automatic="cuda", between_machines="collective"):
+        loaded = load_config("quickstart", ["cluster=ray", "rollout.placement=disaggregated", *overrides])
+        notices = config_notices(loaded.config, loaded.given, automatic, between_machines)
+        return [each.text for each in notices if each.subject == "rollout.weight_transfer = auto"]
+
+    (text,) = said()
+    assert "through main memory; rollout.weight_transfer=collective rollout.weight_link=nccl sends" in text
+    assert said(between_machines=None) == [], "one machine"
+    assert said("rollout.backend=vllm", between_machines="file") == []
+    assert said("rollout.backend=sglang") == [], "the sender has no GPU"
+    assert said(automatic="cpu") == said("rollout.device=cpu") == said("rollout.placement=colocated") == []
+    assert said("rollout.weight_link=gloo") == [], "chosen by the user"
+
+
 def test_a_limit_of_passes_that_a_run_does_not_make_is_said():
     key, passes = "learner.max_tokens_per_forward_pass", "trainer.save_learner_logprobs=false"
     assert "no pass without gradients" in told(f"{key} = 4096", f"{key}=4096", passes)

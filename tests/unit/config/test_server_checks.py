@@ -65,6 +65,12 @@ CLASHES = [
         ["rollout.launch.devices names the CPU"],
     ),
     (["cluster=ray", COLLECTIVE, NCCL], "rollout.weight_link", ["shares the GPU", "rollout.placement=disaggregated"]),
+    (
+        ["cluster=ray", OWN, SGLANG, COLLECTIVE, NCCL],
+        "rollout.weight_link = 'nccl'",
+        ["sglang", "no GPU to send from", "rollout.weight_link=gloo", "another rollout.backend"],
+    ),
+    (["cluster=ray", SGLANG, FAR, NCCL], "rollout.weight_link = 'nccl'", ["no GPU to send from"]),
 ]
 
 FITTING = [
@@ -80,6 +86,7 @@ FITTING = [
     [SGLANG, FAR, COLLECTIVE, NCCL],
     [NATIVE, FAR, NCCL, "rollout.weight_encoding=delta"],
     ["cluster=ray", OWN, COLLECTIVE, NCCL],
+    ["cluster=ray", OWN, SGLANG, COLLECTIVE],
     [SGLANG, OWN, "rollout.launch.tensor_parallel=2", "engine.max_sequences=64"],
     [NATIVE, OWN, "rollout.launch.num_servers=3", "rollout.launch.devices=[cpu, cpu, cpu]"],
     [OWN, "rollout.launch.num_servers=2", "rollout.launch.args=[--tool-parser, hermes]"],

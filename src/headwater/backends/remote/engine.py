@@ -77,13 +77,20 @@ class RemoteEngine:
     @classmethod
     def launch(cls, context: BackendContext, devices: Sequence[str]) -> Self:
         """Start a server on ``devices``, and keep it alive."""
+        start, is_shared = _starter(context, devices)
+        if is_shared and devices[0] == "cpu" and context.config.learner.offload_during_rollout:
+            raise ConfigError(
+                [
+                    f"learner.offload_during_rollout = true: the {cls.program} server releases memory only on a GPU, "
+                    "and it would run on the CPU; use false"
+                ]
+            )
         model, key = RunModel.of(context), secrets.token_urlsafe(32)
         check_length(context, model.max_tokens)
         cls._check_model(context, model)
         with ExitStack() as stack:
             # A process that replaces the first one loads the folder again.
             folder = stack.enter_context(model_folder(context))
-            start, is_shared = _starter(context, devices)
             how = cls._command(context, folder, devices, api_key=key, shares_device=is_shared)
 
             def make(session: RemoteSession) -> LaunchedServer:

@@ -14,6 +14,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 """What happens to running requests: end them with the tokens they have, finish them, or keep them for later."""
 
 
+STREAM_INTERVAL = 8
+"""New tokens of a request per chunk. A chunk per token would cost more time than generating it."""
+
+
 class LinkLost(ConnectionError):
     """The server cannot be reached: it has ended, is about to, or the network failed."""
 

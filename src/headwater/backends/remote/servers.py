@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -236,16 +236,22 @@ def child_command(
     }
     if devices[0] != "cpu" and not context.places:  # in a cluster, it sees only the GPUs that are reserved for it
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(_visible, devices))
-    arguments = [python, str(_CHILD), program, *_options(settings), *launch.args]
+    arguments = [python, str(_CHILD), program, *_options(settings, launch.args), *launch.args]
     return Command(arguments, f"{context.model_path} with {program}", _READY, variables, secret=api_key)
 
 
-def _options(settings: Mapping[str, Any]) -> Iterator[str]:
-    """As options of a command line. None is an option without a value."""
+def must_release_memory(context: BackendContext, devices: Sequence[str], *, shares_device: bool) -> bool:
+    """Whether a server must be able to release its GPU memory, because the learner takes turns with it."""
+    return shares_device and devices[0] != "cpu" and context.config.learner.offload_during_rollout
+
+
+def _options(settings: Mapping[str, Any], given: Collection[str]) -> Iterator[str]:
+    """As options of a command line. None is an option without a value, which is left out if it is ``given``."""
     for name, value in settings.items():
         option = name.replace("_", "-")
         if value is None:
-            yield f"--{option}"
+            if f"--{option}" not in given:
+                yield f"--{option}"
         elif isinstance(value, bool):
             yield f"--{option}" if value else f"--no-{option}"
         else:

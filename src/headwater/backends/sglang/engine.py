@@ -17,7 +17,7 @@ from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel
-from headwater.backends.remote.servers import LaunchedServer, child_command
+from headwater.backends.remote.servers import LaunchedServer, child_command, must_release_memory
 from headwater.backends.sglang.http import NO_FEATURES, SglangLink
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
@@ -217,6 +217,8 @@ def command(
         settings["disable_radix_cache"] = None
     if engine.update_mode == "in_flight":
         settings["disable_overlap_schedule"] = None  # otherwise, its labels of tokens are wrong by one (http.py)
+    if must_release_memory(context, devices, shares_device=shares_device):
+        settings["enable_memory_saver"] = None
     if is_on_cpu:
         settings["device"] = "cpu"
     # Without it, SGLang chooses its functions for GPUs even if --device is cpu.

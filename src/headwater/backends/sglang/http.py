@@ -1,8 +1,9 @@
 """An SGLang server over HTTP (``python -m sglang.launch_server``), or a ``headwater serve``, which knows its calls.
 
-A response is requested as a whole, unless its caller wants a stream: SGLang's streams repeat the whole response in
-every event, unless the server was started with ``--incremental-streaming-output``. When generation is paused for an
-update, the server answers with the tokens so far, and the rest is requested under the new weights.
+Responses are streamed if the server was started with ``--incremental-streaming-output``, so that their tokens are here
+when the server dies. Without it, SGLang's streams repeat the whole response in every event, so a response is requested
+as a whole, unless its caller wants a stream. When generation is paused for an update, the server answers with the
+tokens so far, and the rest is requested under the new weights.
 """
 
 from __future__ import annotations
@@ -11,15 +12,24 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from headwater.backends.remote.http import HttpCalls
-from headwater.backends.remote.link import Garbage, PauseMode, Sending, ServerInfo, StreamedTokens, read_spans
+from headwater.backends.remote.http import HttpCalls, refusal
+from headwater.backends.remote.link import (
+    STREAM_INTERVAL,
+    Garbage,
+    LinkLost,
+    PauseMode,
+    Sending,
+    ServerInfo,
+    StreamedTokens,
+    read_spans,
+)
 from headwater.backends.remote.media import data_url
 from headwater.core.capabilities import MemoryTag
-from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
+from headwater.core.errors import HeadwaterError, LogitsBroken, RequestError, RolloutFailed
 from headwater.core.requests import StopReason, derive_key
 
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -49,11 +59,22 @@ class SglangDialect:
     """What comes before ``server_info`` and ``model_info`` in the paths of these calls."""
     has_update_calls: bool = False
     """Tensors are taken from a process group only between ``/begin_weight_update`` and ``/end_weight_update``."""
+    streams_new_tokens: bool = False
+    """With ``--incremental-streaming-output``, an event has the log-probs of its new tokens only. In versions before,
+    whose option is ``--stream-output`` or the same, it repeats the log-probs of the whole response."""
 
 
 DIALECTS = (
-    SglangDialect((0, 5, 21), labels_tokens=True, has_pause_modes=True, has_seeds=True, has_update_calls=True),
-    SglangDialect((0, 5, 19), labels_tokens=True, has_pause_modes=True, has_seeds=True),
+    SglangDialect(
+        (0, 5, 21),
+        labels_tokens=True,
+        has_pause_modes=True,
+        has_seeds=True,
+        has_update_calls=True,
+        streams_new_tokens=True,
+    ),
+    SglangDialect((0, 5, 19), labels_tokens=True, has_pause_modes=True, has_seeds=True, streams_new_tokens=True),
+    SglangDialect((0, 5, 11), labels_tokens=False, has_pause_modes=True, has_seeds=True, streams_new_tokens=True),
     SglangDialect((0, 5, 6), labels_tokens=False, has_pause_modes=True, has_seeds=True),
     SglangDialect((0, 5, 3), labels_tokens=False, has_pause_modes=False, has_seeds=True, info_prefix="/get_"),
     SglangDialect((0, 5, 1), labels_tokens=False, has_pause_modes=False, has_seeds=False, info_prefix="/get_"),
@@ -87,8 +108,12 @@ class SglangLink(HttpCalls):
         self._is_described = False
         self.is_ours = False
         """The server is a ``headwater serve``."""
+        self.streams_new_tokens = False
+        """Every response is streamed, because each event has only new tokens."""
         self._num_streams = 0
         self._none_left = asyncio.Event()
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Wait for the end of streams that nothing reads any more."""
         self._paused: PauseMode | None = None
         """How it was paused, until it continues."""
 
@@ -100,6 +125,7 @@ class SglangLink(HttpCalls):
         try:
             self.is_ours = "instance" in told
             self.dialect = DIALECTS[0] if self.is_ours else dialect_of(str(told["version"]))
+            self.streams_new_tokens = self.dialect.streams_new_tokens and bool(told.get("incremental_streaming_output"))
             self._is_described = True
             return read_info(told, await self._call("GET", f"{self.dialect.info_prefix}model_info"), self.dialect)
         except (LookupError, TypeError, ValueError) as error:
@@ -118,26 +144,78 @@ class SglangLink(HttpCalls):
             await self._call("GET", "/model_info", limit_s=_ALIVE_LIMIT_S)  # its version is not known yet
 
     async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
-        """The answer as one chunk, or as it is generated if the caller wants that."""
-        body = write_request(sending, self.dialect)
-        self._num_streams += 1
-        self._none_left.clear()
+        """The answer as it is generated, or as one chunk if events would repeat it and the caller wants no stream."""
+        body = write_request(sending, self.dialect, streams_new_tokens=self.streams_new_tokens)
+        self._count_streams(1)
         try:
-            if not sending.streams:
+            if not body["stream"]:
                 yield read_answer(await self._answer("/generate", body))
                 return
-            num_read = 0
-            async with aclosing(self._events("/generate", body)) as events:
-                async for data in events:
-                    chunk = read_answer(data, num_read)
-                    num_read += len(chunk.tokens)
+            async with aclosing(self._chunks(body)) as chunks:
+                async for chunk in chunks:
                     yield chunk
-                    if chunk.stop_reason is not None:
-                        return
         finally:
-            self._num_streams -= 1
-            if not self._num_streams:
-                self._none_left.set()
+            self._count_streams(-1)
+
+    async def _chunks(self, body: Mapping[str, Any]) -> AsyncGenerator[StreamedTokens, None]:
+        events, num_read = self._events("/generate", body), 0
+        is_ended = is_left = False
+        reading: asyncio.Future[str | None] | None = None
+        try:
+            while not is_ended:
+                reading = asyncio.ensure_future(_next(events))
+                data = await asyncio.shield(reading)  # if the caller leaves, the stream can still be read to its end
+                if data is None:
+                    return
+                chunk = read_answer(data, num_read)
+                num_read += len(chunk.tokens)
+                is_ended = chunk.stop_reason is not None
+                yield chunk
+        except (GeneratorExit, asyncio.CancelledError):
+            is_left = not is_ended and self._paused is None  # while it is paused, it ends no request
+            raise
+        finally:
+            assert reading is not None, "set before anything is awaited"
+            if is_left:
+                self._count_streams(1)
+                task = asyncio.create_task(self._end_stream(body["rid"], events, reading))
+                self._leaving.add(task)
+                task.add_done_callback(self._has_ended)
+            else:
+                await _close(events, reading)
+
+    async def _end_stream(self, rid: str, events: AsyncGenerator[str, None], reading: asyncio.Future[Any]) -> None:
+        """End a request whose caller has left, and wait until the server has.
+
+        If the connection was closed at once, the request could still run when an update empties the cache. The update
+        would fail, before SGLang 0.5.22 with an assertion of its scheduler.
+        """
+        try:
+            with suppress(LinkLost, Garbage, HeadwaterError, TimeoutError):
+                async with asyncio.timeout(_LEAVE_LIMIT_S):
+                    await self._call("POST", "/abort_request", {"rid": rid})
+                    await reading
+                    async for _ in events:
+                        pass
+        finally:
+            await _close(events, reading)
+
+    def _has_ended(self, task: asyncio.Task[None]) -> None:
+        self._leaving.discard(task)
+        self._count_streams(-1)
+
+    def _count_streams(self, difference: int) -> None:
+        self._num_streams += difference
+        if self._num_streams:
+            self._none_left.clear()
+        else:
+            self._none_left.set()
+
+    async def close(self) -> None:
+        for task in self._leaving:
+            task.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await super().close()
 
     async def abort(self, request_id: str) -> None:
         await self._call("POST", "/abort_request", {"rid": _rid(request_id)})
@@ -245,7 +323,17 @@ def _keeps_no_features(told: Mapping[str, Any]) -> bool:
     return all((each.get("env_vars") or {}).get("SGLANG_VLM_CACHE_SIZE_MB") == "0" for each in states)
 
 
-def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
+async def _next(events: AsyncGenerator[str, None]) -> str | None:
+    return await anext(events, None)
+
+
+async def _close(events: AsyncGenerator[str, None], reading: asyncio.Future[Any]) -> None:
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)  # a generator that runs cannot be closed
+    await events.aclose()
+
+
+def write_request(sending: Sending, dialect: SglangDialect, *, streams_new_tokens: bool = False) -> dict[str, Any]:
     """The body of ``/generate``. Stop strings are not sent: the session looks for them."""
     request = sending.request
     sampling, num_given = request.sampling, len(request.given_tokens)
@@ -263,6 +351,8 @@ def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
     if dialect.has_seeds:
         # A continued response must not draw the same random numbers again.
         params["sampling_seed"] = derive_key(request.rng_key, num_given) & (2**31 - 1)
+    if streams_new_tokens:
+        params["stream_interval"] = STREAM_INTERVAL
     # Without updates in flight, every update empties the cache.
     key = {"extra_key": sending.cache_key} if dialect.labels_tokens else {}
     return {
@@ -272,7 +362,7 @@ def write_request(sending: Sending, dialect: SglangDialect) -> dict[str, Any]:
         "input_ids": sending.tokens,
         "sampling_params": params,
         "return_logprob": True,
-        "stream": sending.streams,
+        "stream": sending.streams or streams_new_tokens,
     }
 
 
@@ -281,7 +371,7 @@ def _rid(request_id: str) -> str:
     return f"{request_id};"
 
 
-def read_answer(text: str, num_read: int = 0) -> StreamedTokens:
+def read_answer(text: str, num_read: int | None = None) -> StreamedTokens:
     """An answer of ``/generate``, or an event of its stream after ``num_read`` tokens.
 
     The tokens are taken from their log-probs, which every version returns.
@@ -292,12 +382,14 @@ def read_answer(text: str, num_read: int = 0) -> StreamedTokens:
             raise RequestError(f"SGLang refuses a request: {_shown(answer['error'])}")
         meta = answer["meta_info"]
         entries = meta.get("output_token_logprobs") or []
-        if num_read and len(entries) == int(meta["completion_tokens"]):  # not only what is new
-            entries = entries[num_read:]
-        pairs = [(float(entry[0]), int(entry[1])) for entry in entries]
         ended = meta["finish_reason"]
         if ended is not None and ended["type"] not in _STOP_REASONS:
             raise Garbage(f"the finish reason {ended['type']!r}")
+        if ended is not None and int(ended.get("status_code") or 0) >= 400:  # outside a stream, it is the answer's
+            raise refusal("POST /generate", int(ended["status_code"]), str(ended.get("message")))
+        if num_read is not None:
+            entries = _new_entries(entries, int(meta["completion_tokens"]) - num_read, ended)
+        pairs = [(float(entry[0]), int(entry[1])) for entry in entries]
         num_prompt = meta.get("prompt_tokens")
         spans, label = read_spans(meta.get("weight_versions")), str(meta.get("weight_version") or "")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -308,6 +400,19 @@ def read_answer(text: str, num_read: int = 0) -> StreamedTokens:
     tokens, logprobs = tuple(token for _, token in pairs), tuple(min(each, 0.0) for each, _ in pairs)
     reason = None if ended is None else _STOP_REASONS[ended["type"]]
     return StreamedTokens(tokens, logprobs, reason, spans, label, num_prompt=num_prompt)
+
+
+def _new_entries(entries: list[Any], num_new: int, ended: Any) -> list[Any]:
+    """The log-probs of an event's new tokens.
+
+    They are the last ones, whether the event has the whole response, only what is new, or both, which happens if a
+    request is aborted after it was moved back into SGLang's queue.
+    """
+    if num_new <= len(entries):
+        return entries[len(entries) - max(0, num_new) :]
+    if ended is not None and ended["type"] == "abort":
+        return []  # older versions tell no log-probs then
+    raise LinkLost(f"{num_new - len(entries)} tokens of a stream are missing")
 
 
 def _shown(value: Any) -> str:

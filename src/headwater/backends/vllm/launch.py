@@ -9,9 +9,9 @@ from typing import Any
 
 from headwater.backends import BackendContext
 from headwater.backends.launch.child import HOST, Command
-from headwater.backends.remote.servers import child_command
+from headwater.backends.remote.link import STREAM_INTERVAL
+from headwater.backends.remote.servers import child_command, must_release_memory
 from headwater.backends.vllm.http import INSIDE
-from headwater.backends.vllm.wire import STREAM_INTERVAL
 from headwater.config.schema import Config
 
 MEDIA_LIMITS = {"video": 0}
@@ -32,6 +32,8 @@ def command(
         settings["limit_mm_per_prompt"] = json.dumps(MEDIA_LIMITS)
     if is_on_cpu:
         settings["enforce_eager"] = None
+    if must_release_memory(context, devices, shares_device=shares_device):
+        settings["enable_sleep_mode"] = None
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",  # pause, weight updates and what it tells about itself
         "VLLM_NO_USAGE_STATS": "1",

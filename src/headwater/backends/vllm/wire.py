@@ -11,15 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headwater.backends.remote.link import Garbage, LinkLost, Sending, StreamedTokens, read_spans
+from headwater.backends.remote.link import STREAM_INTERVAL, Garbage, LinkLost, Sending, StreamedTokens, read_spans
 from headwater.backends.remote.media import data_url
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.requests import StopReason, derive_key
 
 NO_LOGPROB = -9999.0
 """vLLM's value for a log-prob that is not a number, or that it did not compute."""
-STREAM_INTERVAL = 8
-"""New tokens of a request per chunk. A chunk per token would cost more time than generating it."""
 _NUM_CHARACTERS_SHOWN = 200
 _STOP_REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 

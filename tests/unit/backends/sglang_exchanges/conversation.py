@@ -5,6 +5,9 @@
 starts the SGLang that is installed for PYTHON on the CPU, and writes what both sides say to FILE, a line per exchange,
 in the order in which the calls began. If other calls began before one was answered, it has their number,
 ``num_during``. The first line has what the backend made of the answers.
+
+If the name of FILE ends with ``-incremental``, all responses are streamed. Otherwise the backend is not told that the
+server can add new tokens to a stream.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ GENERATING_S = 0.5
 SERVER_KEYS = (
     "version", "model_path", "dtype", "startup_time", "random_seed", "context_length", "max_req_input_len",
     "max_running_requests", "device", "disable_overlap_schedule", "enable_memory_saver", "tp_size",
+    "incremental_streaming_output",
 )  # fmt: skip
 """What is kept of ``/server_info``, which has hundreds of settings, among them the API key."""
 
@@ -170,8 +174,9 @@ def without_secrets(path: str, text: str) -> str:
 class Recorder:
     """Passes calls on to a server, and keeps them. Of questions about the server, it keeps the first of each path."""
 
-    def __init__(self, url: str, key: str) -> None:
+    def __init__(self, url: str, key: str, *, is_incremental: bool) -> None:
         self._url, self._key = url, key
+        self._is_incremental = is_incremental
         self.exchanges: list[dict[str, Any]] = []
         self.generating = threading.Event()
 
@@ -189,6 +194,8 @@ class Recorder:
             session.request(method, self._url + path, data=body) as reply,
         ):
             text = await reply.text()
+        if path == "/server_info":
+            text = json.dumps({**json.loads(text), "incremental_streaming_output": self._is_incremental})
         exchange |= {"status": reply.status, "text": without_secrets(path, text)}
         if method != "GET" and (num_during := self._num_begun - num_begun):
             exchange["num_during"] = num_during
@@ -204,7 +211,7 @@ def record(engine: SglangEngine, file: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from player import serving
 
-    recorder = Recorder(engine.url, engine.api_key)
+    recorder = Recorder(engine.url, engine.api_key, is_incremental=file.stem.endswith("-incremental"))
     with serving(web.route("*", "/{path:.*}", recorder)) as url:
         heard = talk(url, recorder.generating)
     lines = [json.dumps(each) for each in ({"heard": heard}, *recorder.exchanges)]

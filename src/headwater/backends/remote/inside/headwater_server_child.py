@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import importlib.metadata
 import importlib.util
 import os
 import random
+import re
 import runpy
 import signal
 import socket
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 _MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+_STREAMS = "--incremental-streaming-output"
 _POLL_S = 0.2
 _STOP_LIMIT_S = 10.0
 _HOST = os.environ.get("HEADWATER_CHILD_HOST", "127.0.0.1")
@@ -81,7 +84,18 @@ def _vllm_options() -> list[str]:
 
 def _sglang_options() -> list[str]:
     # Only this process sees its changed arguments. SGLang prints them, so Headwater removes the key from its output.
-    return ["--api-key", _KEY] if _KEY else []
+    options = ["--api-key", _KEY] if _KEY else []
+    # Streams then have every token once. Older versions know the option by another name or repeat log-probs with it.
+    if _version_of("sglang") >= (0, 5, 11) and _STREAMS not in sys.argv:
+        options.append(_STREAMS)
+    return options
+
+
+def _version_of(program: str) -> tuple[int, ...]:
+    """The first numbers of its version; empty if it is not an installed package."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return tuple(map(int, re.findall(r"\d+", importlib.metadata.version(program))[:3]))
+    return ()
 
 
 def _free_port(wanted: int = 0) -> int:
