@@ -43,6 +43,7 @@ from headwater.rollout.group import pad_trajectories
 
 RECIPE = "quickstart"
 COMMON = (
+    "model.dtype=float32",  # on a GPU, "auto" is bfloat16
     "warm_start.num_steps=0", "learner.learning_rate=1e-3", "learner.skip_zero_advantages=false",
     "learner.num_warmup_steps=0", "rollout.max_new_tokens=8", "data.max_prompt_tokens=8", "rollout.temperature=1.0",
 )  # fmt: skip

@@ -210,12 +210,15 @@ class RayCluster:
         return tuple(places)
 
     def weight_transfer(self) -> WeightTransfer | None:
-        """How weights reach servers on other machines; None if the config decides or all nodes are this machine."""
+        """How weights reach servers on other machines, or come from several ranks; None if the config decides."""
         config = self._config
         told, folder = config.rollout.weight_transfer, config.rollout.weight_folder
-        is_one_machine = {node.name for node in _nodes()} == {ActorPlace.here().address}
-        if is_one_machine or not num_servers(config) or not (told == "auto" or (told == "file" and not folder)):
+        if not num_servers(config) or not (told == "auto" or (told == "file" and not folder)):
             return None
+        if {node.name for node in _nodes()} == {ActorPlace.here().address}:
+            # The other ways would gather all weights in one process and pass them on through Ray's object store.
+            is_direct = not backend_traits(config).is_foreign and config.rollout.publish != "adapter"
+            return "collective" if told == "auto" and is_direct and config.cluster.learner.num_ranks > 1 else None
         usable = {"collective"} | ({"file"} if folder else set())
         known: tuple[WeightTransfer, ...] = get_args(WeightTransfer)
         transfers = [each for each in known if each in usable and each in backend_traits(config).transfers]

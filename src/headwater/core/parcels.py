@@ -62,6 +62,12 @@ class SendOrder:
     limit_s: float = LIMIT_S
     """How long connecting, and sending one bucket, may take."""
     encoding: Encoding = "plain"
+    extra_connect_s: float = 0.0
+    """How much longer connecting may take."""
+
+    @property
+    def connect_limit_s(self) -> float:
+        return self.limit_s + self.extra_connect_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,10 @@ def read_order(fields: Fields) -> SendOrder:
     bucket_bytes = fields.integer("bucket_bytes", BUCKET_BYTES, minimum=1)
     limit_s = fields.number("limit_s", LIMIT_S, minimum=0.1, maximum=_MAX_LIMIT_S)
     encoding: Encoding = fields.choice("encoding", ENCODINGS) or "plain"
+    extra_connect_s = fields.number("extra_connect_s", 0.0, minimum=0)
     if not group or not host or port is None or num_receivers is None or dtype is None:
         raise ApiError("group, host, port, num_receivers and dtype: give all of them")
-    return SendOrder(group, host, port, num_receivers, dtype, backend, bucket_bytes, limit_s, encoding)
+    return SendOrder(group, host, port, num_receivers, dtype, backend, bucket_bytes, limit_s, encoding, extra_connect_s)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall
-from headwater.weights.links import host_store, own_address
+from headwater.weights.links import host_store, make_room, own_address
 from headwater.weights.pieces import PieceSender
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 LIMIT_S = 60.0
 """How long connecting, sending one bucket, and using the weights once all of them were sent, may take. Engines that do
 not answer within this time are left out."""
+_NCCL_JOIN_S = 5.0
+"""How much longer connecting may take for each rank after the first with NCCL."""
 _ARRIVE_LIMIT_S = 120.0
 """How long the engines of one update wait for each other. One that is being restarted gets the weights later."""
 BUCKET_BYTES = 64 * 2**20
@@ -219,8 +221,8 @@ class Rendezvous:
         for each in members:
             each.is_incomplete = False
         parcels = self._learner.parcels()
-        order = self._order(members)
         num_senders = len(parcels[0].starts) - 1
+        order = self._order(members, num_senders)
         if order is not self._learner.connected and (problem := self._connect(order, members, num_senders)):
             return problem
         starts = [_start_call(self._version, each, parcels, order) for each in members]
@@ -252,7 +254,7 @@ class Rendezvous:
                 _settle(each)
         return problem if any(each.is_incomplete for each in members) else ""
 
-    def _order(self, members: Sequence[_Member]) -> SendOrder:
+    def _order(self, members: Sequence[_Member], num_senders: int) -> SendOrder:
         """The group that all members have joined together, or a new one."""
         known = self._learner.connected
         is_known = known is not None and known.num_receivers == len(members) and known.dtype == self._dtype
@@ -261,6 +263,8 @@ class Rendezvous:
         hosts = {urlsplit(each.channel.url).hostname or "127.0.0.1" for each in members}
         away = next((each for each in sorted(hosts) if own_address(each) != "127.0.0.1"), "127.0.0.1")
         host = own_address(away)
+        num_visitors = num_senders * (1 + len(members))
+        make_room(num_visitors, f"the store in which {num_senders} ranks and {len(members)} engines meet")
         name = f"headwater-{uuid.uuid4().hex}"
         port = host_store(host).port
         return SendOrder(
@@ -273,6 +277,7 @@ class Rendezvous:
             bucket_bytes=BUCKET_BYTES,
             limit_s=LIMIT_S,
             encoding=self._encoding,
+            extra_connect_s=extra_connect_s(self._link, num_senders),
         )
 
     def _connect(self, order: SendOrder, members: Sequence[_Member], num_senders: int) -> str:
@@ -283,7 +288,7 @@ class Rendezvous:
         calls = [each.channel.call(join) for each, join in zip(members, joins, strict=True)]
         reports = self._learner.connect(order)
         problem = next((each.failure for each in reports if each.failure), "")
-        problem = self._answers(members, calls, [_GIVE_UP_S + order.limit_s] * len(members)) or problem
+        problem = self._answers(members, calls, [_GIVE_UP_S + order.connect_limit_s] * len(members)) or problem
         for each in members:
             each.joined("" if problem else order.group)
         return problem
@@ -333,6 +338,14 @@ class Rendezvous:
             else:
                 if answer.get("needs_weights"):
                     _tell(member.channel.incomplete)
+
+
+def extra_connect_s(link: WeightLink, num_senders: int) -> float:
+    """How much longer connecting may take if there are several ranks.
+
+    With NCCL an engine joins their groups one after another, and the last rank waits for it from the beginning.
+    """
+    return _NCCL_JOIN_S * (num_senders - 1) if link == "nccl" else 0.0
 
 
 def _start_call(version: int, member: _Member, parcels: Sequence[Parcel], order: SendOrder) -> ControlCall:

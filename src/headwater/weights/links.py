@@ -1,6 +1,7 @@
 """Connections between the ranks of a learner and engines, as torch process groups: gloo for CPUs, NCCL for GPUs.
 
-Each rank of the learner has one group with all engines, in which it is number 0:
+Each rank of the learner has one group with all engines, in which it is number 0. gloo sends a broadcast along a tree,
+and the members connect only along it: in a group of 97, a member has at most 7 connections instead of 96.
 
     store = host_store("10.0.0.1")                                   # in the trainer's process
     link = Link.connect(Meeting("10.0.0.1", port, "g1/0"), 0, 3)      # the rank
@@ -11,9 +12,12 @@ Each rank of the learner has one group with all engines, in which it is number 0
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
+import resource
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -49,7 +53,14 @@ class Meeting:
     limit_s: float = 60.0
     """How long the members wait for each other, and how long one operation may take."""
     connects_first: bool = True
-    """Whether NCCL's members connect when they meet. Only if all of them are Headwater's."""
+    """Whether the members connect in a broadcast when they meet. Only if all of them are Headwater's. Otherwise they do
+    as ``torch.distributed``: NCCL connects in the first operation, gloo connects every member with every other."""
+    extra_connect_s: float = 0.0
+    """How much longer the members wait for each other."""
+
+    @property
+    def connect_limit_s(self) -> float:
+        return self.limit_s + self.extra_connect_s
 
 
 def host_store(host: str) -> TCPStore:
@@ -77,6 +88,31 @@ def _store_on(host: str) -> TCPStore:
         ) from error
     listener.detach()  # the store has taken it over
     return store
+
+
+_OTHER_FILES = 256
+"""Files that a process may open meanwhile for other things."""
+
+
+def files_of(num_groups: int, size: int) -> int:
+    """The most files that a member holds for groups of ``size`` members over gloo."""
+    # A connection to the store, a listener, and what gloo's thread waits on; and the connections along the tree.
+    return num_groups * (5 + (size - 1).bit_length())
+
+
+def make_room(num_files: int, what: str) -> None:
+    """Let this process open that many more files. ``WeightsError`` if the system does not allow it."""
+    needed = len(os.listdir("/dev/fd")) + num_files
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed + _OTHER_FILES:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise WeightsError(
+            f"rollout.weight_transfer = collective: {what} needs {needed:,} open files, and the system allows "
+            f"{hard:,}; raise the hard limit (ulimit -Hn, LimitNOFILE of systemd, --ulimit nofile of Docker)"
+        )
+    wanted = needed + _OTHER_FILES if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 HOST_VARIABLE = "HEADWATER_WEIGHTS_HOST"
@@ -122,60 +158,58 @@ class Link:
         return tensor.device if self.device.type == tensor.device.type else self.device
 
     @classmethod
-    def connect(cls, meeting: Meeting, rank: int, size: int, gpu: str = "") -> Link:
+    def connect(cls, meeting: Meeting, rank: int, size: int, gpu: str = "", deadline: float = math.inf) -> Link:
         """Wait for the other members. ``WeightsError`` if one of them does not come.
 
         ``gpu`` is the one that NCCL uses, such as ``cuda:1``. Without it, that is the current one of the thread that
-        sends or receives.
+        sends or receives. ``deadline``, of ``time.monotonic()``, is for who joins several groups within one limit.
         """
-        limit = timedelta(seconds=meeting.limit_s)
+        deadline = min(deadline, time.monotonic() + meeting.connect_limit_s)
         try:
-            found = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            patience = timedelta(seconds=_until(deadline))
+            found = TCPStore(meeting.host, meeting.port, is_master=False, timeout=patience)
             # As ``torch.distributed`` nests them, so that the other end may be a group of ``new_group``'s kind.
             device = "cuda" if meeting.backend == "nccl" else "cpu"
             names = (meeting.name, f"{meeting.name}/", f"{device}/")
             store: Any = found
             for name in names:
                 store = PrefixStore(name, store)
-            link = cls(_make_group(meeting, store, rank, size, limit), meeting, gpu)
-            if meeting.backend == "nccl" and meeting.connects_first:
-                link._connect_all(store, rank, size)
+            link = cls(_make_group(meeting, store, rank, size), meeting, gpu)
+            if meeting.connects_first:
+                link._connect_all(store, rank, size, deadline)
         except (RuntimeError, ValueError, WeightsError) as error:
             cause = error.__cause__ if isinstance(error, WeightsError) else None
             raise WeightsError(
                 f"weights: member {rank} of {size} could not join {meeting.name} at {meeting.host}:{meeting.port} "
-                f"within {meeting.limit_s:g} s ({_first_line(cause or error)})"
+                f"within {meeting.connect_limit_s:g} s ({_first_line(cause or error)})"
             ) from error
         return link
 
-    def _connect_all(self, store: Any, rank: int, size: int) -> None:
-        """Connect all members now: NCCL would do it in the first broadcast, and waits without a limit.
+    def _connect_all(self, store: Any, rank: int, size: int, deadline: float) -> None:
+        """Connect all members now: they would do it in the first broadcast, where NCCL waits without a limit.
 
         They meet in the store before, so that none begins alone. One that ends in the middle of this still leaves the
         others waiting, so another thread waits for it.
         """
-        deadline = time.monotonic() + self._meeting.limit_s
         tensor = torch.zeros(1, device=self.device)
         begun: Future[_Work] = Future()
 
-        def left_s() -> float:
-            return max(_POLL_S, deadline - time.monotonic())
-
         def begin() -> None:
             try:
-                torch.cuda.set_device(tensor.device)
+                if tensor.device.type == "cuda":
+                    torch.cuda.set_device(tensor.device)
                 begun.set_result(self.broadcast(tensor))
             except BaseException as error:  # noqa: BLE001  the caller's thread raises it
                 begun.set_exception(error)
 
         try:
             store.set(f"here/{rank}", "")
-            store.wait([f"here/{each}" for each in range(size)], timedelta(seconds=left_s()))
+            store.wait([f"here/{each}" for each in range(size)], timedelta(seconds=_until(deadline)))
             threading.Thread(target=begin, name="headwater-weights-connect", daemon=True).start()
-            replace(begun.result(left_s()), limit_s=left_s()).wait()
+            replace(begun.result(_until(deadline)), polls=True, limit_s=_until(deadline)).wait()
         except TimeoutError:
             self.close()
-            raise WeightsError("NCCL has not connected all members") from None
+            raise WeightsError(f"{self._meeting.backend} has not connected all members") from None
         except BaseException:
             self.close()
             raise
@@ -209,7 +243,7 @@ class Link:
 class _Work:
     work: Any
     polls: bool
-    """Whether ``work`` waits without a limit for a member that has ended, as NCCL does."""
+    """Whether to check for the end of ``work``, because its own waiting has no limit or another one."""
     limit_s: float
 
     def wait(self) -> None:
@@ -228,7 +262,12 @@ class _Work:
             time.sleep(_POLL_S)
 
 
-def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timedelta) -> Any:
+def _until(deadline: float) -> float:
+    return max(_POLL_S, deadline - time.monotonic())
+
+
+def _make_group(meeting: Meeting, store: Any, rank: int, size: int) -> Any:
+    limit = timedelta(seconds=meeting.limit_s)
     if meeting.backend == "nccl":
         from torch.distributed import ProcessGroupNCCL
 
@@ -240,10 +279,11 @@ def _make_group(meeting: Meeting, store: Any, rank: int, size: int, limit: timed
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    if interface:
-        options._devices = [ProcessGroupGloo.create_device(interface=interface)]
-    else:
-        options._devices = [ProcessGroupGloo.create_device(hostname=own_address(meeting.host))]
+    place = {"interface": interface} if interface else {"hostname": own_address(meeting.host)}
+    # All members must choose the same: a lazy one does not understand what the others write into the store. Only the
+    # transport of Linux can be lazy.
+    is_lazy = meeting.connects_first and sys.platform == "linux" and not os.environ.get("GLOO_DEVICE_TRANSPORT")
+    options._devices = [ProcessGroupGloo.create_device(**place, lazy_init=is_lazy)]
     options._timeout = limit
     options._threads = 2
     return ProcessGroupGloo(store, rank, size, options)

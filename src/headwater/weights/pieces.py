@@ -1,7 +1,7 @@
 """The two ends of ``collective``: a rank of the learner sends its pieces of every tensor, an engine puts them together.
 
     sender = PieceSender(rank=0)                                # in every rank of the learner
-    sender.connect(order, num_senders=2)
+    sender.connect(order)
     report = sender.send(order, parcels, pieces)                # pieces: this rank's part of each parcel
 
     member = GroupMember.join(...)                              # in the engine's process
@@ -31,7 +31,7 @@ from headwater.core.waits import wait_until
 from headwater.models.checksum import Checksum
 from headwater.models.device import resolve_dtype
 from headwater.weights.delta import DeltaReader, DeltaWriter
-from headwater.weights.links import Link, Meeting, Pending
+from headwater.weights.links import Link, Meeting, Pending, files_of, make_room
 
 _NUM_BUFFERS = 2
 _NEXT_LIMIT_S = 90.0
@@ -66,9 +66,8 @@ class PieceSender:
     def connect(self, order: SendOrder) -> SendReport:
         """Join the order's group and leave the one before."""
         self.close()
-        meeting = Meeting(order.host, order.port, f"{order.group}/{self._rank}", order.backend, order.limit_s)
         try:
-            self._link = Link.connect(meeting, 0, 1 + order.num_receivers, self._gpu)
+            self._link = Link.connect(_meeting(order, self._rank), 0, 1 + order.num_receivers, self._gpu)
         except WeightsError as error:
             return SendReport(failure=str(error))
         self._group = order.group
@@ -131,6 +130,12 @@ class PieceSender:
         self._delta = DeltaWriter()
         if link is not None:
             link.close()
+
+
+def _meeting(order: SendOrder, rank: int) -> Meeting:
+    """Where the engines meet a rank."""
+    name = f"{order.group}/{rank}"
+    return Meeting(order.host, order.port, name, order.backend, order.limit_s, extra_connect_s=order.extra_connect_s)
 
 
 @dataclass(frozen=True)
@@ -197,12 +202,15 @@ class GroupMember:
     def join(cls, order: SendOrder, number: int, num_senders: int, gpu: str = "") -> GroupMember:
         """Become receiver ``number``, from 1, of every rank of the learner. ``gpu`` is the engine's, for NCCL."""
 
+        make_room(files_of(num_senders, 1 + order.num_receivers), f"an engine that {num_senders} ranks send to")
+        deadline = time.monotonic() + order.connect_limit_s
+
         def connect(rank: int) -> Link:
-            meeting = Meeting(order.host, order.port, f"{order.group}/{rank}", order.backend, order.limit_s)
-            return Link.connect(meeting, number, 1 + order.num_receivers, gpu)
+            return Link.connect(_meeting(order, rank), number, 1 + order.num_receivers, gpu, deadline)
 
         # At the same time, because every rank waits for this engine with the same limit. But NCCL may wait forever if
-        # the members connect several groups in different orders, since some of its calls wait for the whole GPU.
+        # the members connect several groups in different orders, since some of its calls wait for the whole GPU. The
+        # order's ``extra_connect_s`` is for the groups that follow each other.
         at_once = 1 if order.backend == "nccl" else num_senders
         with ThreadPoolExecutor(at_once, thread_name_prefix="headwater-weights-join") as threads:
             joining = [threads.submit(connect, rank) for rank in range(num_senders)]

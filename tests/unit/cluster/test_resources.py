@@ -116,6 +116,9 @@ def test_weights_reach_servers_on_other_machines(monkeypatch):
     told = ("rollout.backend=vllm", "rollout.weight_transfer=file")
     monkeypatch.setattr(ray_cluster, "_nodes", lambda: [BIG])
     assert chosen() is chosen("rollout.backend=vllm") is chosen(*told) is None, "one machine"
+    ranks = "cluster.learner.num_ranks=2"
+    assert chosen(ranks) == "collective", "straight from the ranks"
+    assert chosen(ranks, "rollout.backend=vllm") is chosen(ranks, "rollout.weight_transfer=file") is None
     monkeypatch.setattr(ray_cluster, "_nodes", lambda: [BIG, SMALL])
     assert chosen() == "collective"
     assert chosen("rollout.backend=vllm", "rollout.weight_folder=/shared") == "file"

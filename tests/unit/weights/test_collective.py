@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -25,8 +29,9 @@ from headwater.core.errors import WeightsError
 from headwater.core.parcels import Parcel, SendOrder
 from headwater.models.checksum import Checksum, checksum
 from headwater.weights import links, pieces
+from headwater.weights.collective import extra_connect_s
 from headwater.weights.delta import DeltaReader, DeltaWriter
-from headwater.weights.links import Link, Meeting, host_store, own_address
+from headwater.weights.links import Link, Meeting, files_of, host_store, make_room, own_address
 from headwater.weights.memory import Receiver
 from headwater.weights.pieces import GroupMember, PieceReceiver, PieceSender, cut
 
@@ -225,6 +230,7 @@ def test_a_group_of_torchs_own_kind_can_be_the_other_end():
     """As trainers for SGLang make it: ``PrefixStore`` of the group's name inside a group of that name."""
     port = host_store("127.0.0.1").port
     sent, received, name = torch.arange(6.0), torch.zeros(6), unique("w")
+    meeting = Meeting("127.0.0.1", port, name, limit_s=LIMIT_S)
 
     def other_end() -> None:
         store: Any = TCPStore("127.0.0.1", port, is_master=False)
@@ -236,7 +242,7 @@ def test_a_group_of_torchs_own_kind_can_be_the_other_end():
         ProcessGroupGloo(store, 0, 2, options).broadcast([sent]).wait()
 
     def this_end() -> None:
-        Link.connect(Meeting("127.0.0.1", port, name, limit_s=LIMIT_S), 1, 2).broadcast(received).wait()
+        Link.connect(replace(meeting, connects_first=False), 1, 2).broadcast(received).wait()
 
     together(other_end, this_end)
     assert torch.equal(sent, received)
@@ -296,14 +302,11 @@ def test_variables_of_nccl_are_changed_only_while_a_group_is_made(monkeypatch):
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 
 
-def test_members_connect_together_or_say_within_the_limit_who_is_missing(monkeypatch):
-    """What NCCL's members do when they meet, over gloo: NCCL needs a GPU."""
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+def test_members_connect_together_or_say_within_the_limit_who_is_missing():
     port, met, one = host_store("127.0.0.1").port, unique("met"), unique("one")
 
     def connect(rank: int) -> str:
         link = Link.connect(Meeting("127.0.0.1", port, met, limit_s=LIMIT_S), rank, 2)
-        link._connect_all(PrefixStore(met, TCPStore("127.0.0.1", port, is_master=False)), rank, 2)
         tensor = torch.full((3,), float(rank))
         link.broadcast(tensor).wait()
         link.close()
@@ -312,9 +315,91 @@ def test_members_connect_together_or_say_within_the_limit_who_is_missing(monkeyp
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(connect, range(2))) == [str([0.0] * 3)] * 2
     alone = Link.connect(Meeting("127.0.0.1", port, one, limit_s=LIMIT_S), 0, 1)
-    alone._meeting = replace(alone._meeting, limit_s=0.2)
     store = PrefixStore(one, TCPStore("127.0.0.1", port, is_master=False))
     with pytest.raises(RuntimeError, match="here/1"):
-        alone._connect_all(store, 0, 2)
+        alone._connect_all(store, 0, 2, time.monotonic() + 0.2)
     with pytest.raises(WeightsError, match="has left the group"):
         alone.broadcast(torch.zeros(1))
+
+
+def num_connections() -> int:
+    """Established TCP connections of this process."""
+    own = set()
+    for each in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{each}"))
+    tables = [Path(f"/proc/self/net/{each}").read_text() for each in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    return sum(row[3] == "01" and f"socket:[{row[9]}]" in own for row in rows)
+
+
+def test_members_connect_only_along_the_tree_of_a_broadcast():
+    """In a full mesh, the connections of one process would grow with the square of the members."""
+    size, meeting = 12, Meeting("127.0.0.1", host_store("127.0.0.1").port, unique("tree"), limit_s=LIMIT_S)
+    before = num_connections()
+    members = together(*(partial(Link.connect, meeting, rank, size) for rank in range(size)))
+    tree, to_store = 2 * (size - 1), 2 * size  # both ends of a connection are in this process
+    assert num_connections() - before <= tree + to_store < size * (size - 1)
+    tensors = [torch.full((3,), float(rank)) for rank in range(size)]
+    for work in [link.broadcast(each) for link, each in zip(members, tensors, strict=True)]:
+        work.wait()
+    assert num_connections() - before <= tree + to_store
+    assert all(torch.equal(each, tensors[0]) for each in tensors)
+    for link in members:
+        link.close()
+
+
+def test_a_member_that_leaves_before_it_has_connected_does_not_hold_up_the_others():
+    meeting = Meeting("127.0.0.1", host_store("127.0.0.1").port, unique("half"), limit_s=3.0)
+    store: Any = TCPStore("127.0.0.1", meeting.port, is_master=False)
+    for prefix in (meeting.name, f"{meeting.name}/", "cpu/"):
+        store = PrefixStore(prefix, store)
+    store.set("here/2", "")  # has met the others, and ends then
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as threads:
+        joining = [threads.submit(Link.connect, meeting, rank, 3) for rank in range(2)]
+        assert "member 0 of 3 could not join half-" in str(joining[0].exception(LIMIT_S))
+        if joining[1].exception(LIMIT_S) is None:
+            joining[1].result().close()  # the tree leads past it
+    assert time.monotonic() - started < 30
+
+
+def test_members_of_several_groups_have_more_time_only_if_they_connect_one_after_another():
+    assert [extra_connect_s("gloo", each) for each in (1, 64)] == [0, 0]
+    extra = [extra_connect_s("nccl", each) for each in (1, 2, 32, 64)]
+    assert extra == [0, 5, 155, 315]
+    using = order("many", limit_s=60.0, extra_connect_s=extra[2])
+    assert using.connect_limit_s == pieces._meeting(using, 0).connect_limit_s == 215
+    assert pieces._meeting(using, 0).limit_s == 60, "of one operation"
+
+
+def test_an_engine_joins_all_groups_within_one_limit(monkeypatch):
+    """Every group has its own limit otherwise, and the trainer would give the engine up."""
+    deadlines = []
+
+    def connect(meeting: Meeting, number: int, size: int, gpu: str, deadline: float) -> Link:
+        deadlines.append(deadline)
+        return cast(Link, None)
+
+    monkeypatch.setattr(Link, "connect", connect)
+    now = time.monotonic()
+    GroupMember.join(order("nccl", backend="nccl", limit_s=60.0, extra_connect_s=10.0), 1, 3)
+    assert len(set(deadlines)) == 1
+    assert len(deadlines) == 3
+    assert 70 <= deadlines[0] - now < 90
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_the_system_allows(monkeypatch):
+    limits = {"now": (1024, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, to: limits.update(now=to))
+    make_room(100, "it")
+    assert limits["now"] == (1024, 4096), "enough"
+    make_room(2000, "it")
+    assert limits["now"] == (4096, 4096)
+    with pytest.raises(WeightsError, match=r"the store needs 5,\d\d\d open files, and the system allows 4,096; raise"):
+        make_room(5000, "the store")
+    limits["now"] = (1024, resource.RLIM_INFINITY)
+    make_room(4000, "it")
+    assert 4000 < limits["now"][0] < 6000
+    assert files_of(32, 97) == 32 * 12
