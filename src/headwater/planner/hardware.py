@@ -33,6 +33,8 @@ class ModelShape:
     vocab_size: int
     is_tied: bool = False
     """The output layer is the transposed embedding."""
+    has_vision_tower: bool = False
+    """The model also reads pictures. Its vision tower is not part of these numbers."""
 
     @property
     def layer_parameters(self) -> int:
@@ -77,6 +79,7 @@ class ModelShape:
                 head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
                 vocab_size=int(text.vocab_size),
                 is_tied=any(bool(getattr(each, "tie_word_embeddings", False)) for each in (config, text)),
+                has_vision_tower=getattr(config, "vision_config", None) is not None,
             )
         except (AttributeError, TypeError) as error:
             raise HeadwaterError(
@@ -182,18 +185,17 @@ class Transfer:
 
 
 TRANSFERS = {
-    "shared_memory": Transfer(6.5e9, 109 / 129, "as measured through shared memory within one machine"),
-    "cuda_ipc": Transfer(10.3e9, 69 / 96, "as measured with cuda_ipc on one GPU"),
-    "file": Transfer(0.86e9, 152 / 1148, "as measured through a file on one machine; network file systems were not "
+    "shared_memory": Transfer(19.7e9, 104 / 157, "as measured through shared memory within one machine"),
+    "cuda_ipc": Transfer(23.9e9, 74 / 129, "as measured with cuda_ipc on one GPU"),
+    "file": Transfer(1.36e9, 517 / 2278, "as measured through a file on one machine; network file systems were not "
                      "measured"),
-    "collective": Transfer(2.0e9, 440 / 484, "as measured over gloo between two processes of one machine; networks and "
-                           "NCCL were not measured"),
+    "collective": Transfer(2.2e9, 1356 / 1395, "as measured over gloo between two processes of one machine; networks "
+                           "and NCCL were not measured"),
 }  # fmt: skip
 """By ``rollout.weight_transfer``. The shares are milliseconds of the pause / of the update in
-gpu_weight_transfer_0.5b.json, to one server on the learner's own GPU; the rates are from there too, except that of
-shared_memory: gpu_steps_before_after.json, disaggregated, 3.1 GB in 0.5 s. To two servers, collective had 0.46 GB/s."""
+gpu_weight_transfer_1.5b.json, to one server on the learner's own GPU, as are the rates."""
 _MEMORY_RATE, _MEMORY_PAUSE_S = 25e9, 0.006
-"""An engine in the learner's process: 0.10 s for 3.1 GB in gpu_end_to_end.json and 0.66 s for 15.2 GB in
+"""An engine in the learner's process: 0.06 to 0.10 s for 3.1 GB in gpu_end_to_end.json and 0.66 s for 15.2 GB in
 gpu_hybrid_step_7b.json; the pause is from gpu_weight_swap_publish_256.json."""
 GPUS_PER_MACHINE = 8
 """With more than these, weights are sent to other machines."""
@@ -320,14 +322,24 @@ def roofline_costs(
             step_per_token_s=_STEP_TOKEN_S,
         ),
         source=f"{shape.name} on {gpu.name}: rates of the GPU and what Headwater reached of them on an H200",
-        notes=_notes(gpu, num_learner_gpus, num_server_gpus, is_foreign, transfer),
+        notes=_notes(shape, gpu, num_learner_gpus, num_server_gpus, is_foreign, transfer),
     )
 
 
 def _notes(
-    gpu: Gpu, num_learner_gpus: int, num_server_gpus: int, is_foreign: bool, transfer: Transfer | None
+    shape: ModelShape,
+    gpu: Gpu,
+    num_learner_gpus: int,
+    num_server_gpus: int,
+    is_foreign: bool,
+    transfer: Transfer | None,
 ) -> tuple[str, ...]:
     notes = []
+    if shape.has_vision_tower:
+        notes.append(
+            "the vision tower and pictures are not counted, only the language model: a real step takes longer and "
+            "needs more memory"
+        )
     if not gpu.is_measured:
         notes.append(f"the {gpu.name} was not measured: its rates are those of the H200, scaled by the datasheets")
     if num_learner_gpus > 1:

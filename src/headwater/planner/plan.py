@@ -71,7 +71,8 @@ def transfer_of(split: Split, traits: BackendTraits, weight_transfer: str) -> st
         return ""
     if weight_transfer != "auto":
         return weight_transfer
-    if split.num_gpus <= GPUS_PER_MACHINE:
+    is_direct = split.num_learner_gpus > 1 and not traits.is_foreign
+    if split.num_gpus <= GPUS_PER_MACHINE and not is_direct:
         return traits.transfers[0]
     return "collective" if "collective" in traits.transfers else "file"
 
