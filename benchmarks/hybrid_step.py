@@ -5,8 +5,8 @@
 The parts are those of a run: the embedded engine, the learner, publication with checksums, and the memory plan with its
 turns. A step generates all responses, trains on them and publishes the weights. Cases:
 
-- ``plain``: everything stays on the GPU (``learner.residency=resident``, the default), and there is no plan.
-- ``planned``: the plan chooses (``learner.residency=auto``).
+- ``plain``: everything stays on the GPU (``learner.residency=resident``), and there is no plan.
+- ``planned``: the plan chooses (``learner.residency=auto``, the default).
 - ``forced``: a plan with ``learner.offload_during_rollout`` and ``learner.offload_optimizer``.
 
 ``offload`` is the time in which nothing but moving memory happens.

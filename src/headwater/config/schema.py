@@ -330,9 +330,9 @@ class LearnerConfig:
     """On a GPU, keep AdamW's averages in main memory and stream them through the device in each step."""
     offload_during_rollout: bool = False
     """On a GPU, move the learner to main memory during generation, and free the KV cache during training."""
-    residency: tuple[Literal["auto", "resident", "kv_cache", "weights", "parameters", "optimizer"], ...] = ("resident",)
-    """What leaves a GPU that engine and learner share while it is not needed: `resident` is nothing, apart from the
-    offload settings; `auto` plans it and moves as little as possible; a list names what leaves."""
+    residency: tuple[Literal["auto", "resident", "kv_cache", "weights", "parameters", "optimizer"], ...] = ("auto",)
+    """What leaves a GPU that engine and learner share while it is not needed: `auto` plans it and moves as little as
+    possible; `resident` is nothing, apart from the offload settings; a list names what leaves."""
     rank_timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """With several ranks (torchrun or Ray), the longest time that one call of the learner may take before the run
     ends."""

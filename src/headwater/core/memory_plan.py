@@ -161,21 +161,22 @@ def make_plan(
     *,
     is_allowed: Callable[[MemoryPlan], bool] = lambda plan: True,
     is_tight: bool = False,
+    spare: int = 0,
 ) -> MemoryPlan:
     """The plan that fits and moves the fewest bytes. Raises ``NoPlan``.
 
     Of several, it is the one that changes the least, or the one with the lowest peak if memory ``is_tight``.
 
     The cache gets the size it needs if any plan allows that; otherwise it is halved until one does. In the chosen plan
-    it then grows to the wanted size, as far as memory is free. ``is_allowed`` excludes plans whose ways do not go
-    together.
+    it then grows to the wanted size, as far as memory is free, but leaves ``spare`` bytes. ``is_allowed`` excludes
+    plans whose ways do not go together.
     """
     for size in _sizes(cache):
         every = [*holders, cache.holder(size)] if cache is not None else list(holders)
         plans = [plan for plan in _all_plans(every, budget, is_allowed) if plan.fits]
         if plans:
             best = min(plans, key=(lambda plan: (plan.moved, plan.peak)) if is_tight else _cost)
-            return best if cache is None else grown(best, cache)
+            return best if cache is None else grown(best, cache, spare)
     smallest = [*holders, cache.holder(cache.smallest)] if cache is not None else list(holders)
     tight = replace(budget, reserve=0)
     raise NoPlan(
@@ -205,8 +206,8 @@ def _cost(plan: MemoryPlan) -> tuple[int, int, int]:
     return plan.moved, sum(way.name != RESIDENT for way in plan.holders.values()), plan.peak
 
 
-def grown(plan: MemoryPlan, cache: Cache) -> MemoryPlan:
-    """The same ways with the largest cache that fits, at most the wanted one.
+def grown(plan: MemoryPlan, cache: Cache, spare: int = 0) -> MemoryPlan:
+    """The same ways with the largest cache that fits and leaves ``spare`` bytes, at most the wanted one.
 
     Where memory has to be released, a cache larger than needed would only make that harder.
     """
@@ -215,7 +216,7 @@ def grown(plan: MemoryPlan, cache: Cache) -> MemoryPlan:
     used = plan.peak if is_always else plan.generate
     is_roomy = all(each.name == RESIDENT for each in plan.holders.values())
     most = cache.wanted if is_roomy else min(cache.wanted, cache.needed + cache.needed // 4)
-    size = max(way.generate, min(most, way.generate + budget.device - budget.reserve - used))
+    size = max(way.generate, min(most, way.generate + budget.device - budget.reserve - spare - used))
     grown = replace(way, generate=size, train=size if way.train else 0)
     return replace(plan, holders={**plan.holders, KV_CACHE: grown})
 

@@ -22,7 +22,6 @@ from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.core.media import MEDIA_COLUMN
-from headwater.core.memory_plan import RESIDENT
 from headwater.core.parcels import Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket
 from headwater.learner.actor import Actor
@@ -236,7 +235,8 @@ class LocalLearner:
     def _bytes_to_move(self) -> int:
         """The most that the settings move to main memory in the first step: all weights, and the averages of AdamW."""
         settings = self.config.learner
-        moves = settings.offload_optimizer or settings.offload_during_rollout or settings.residency != (RESIDENT,)
+        away = {"parameters", "optimizer"} & set(settings.residency)  # as the memory plan has decided
+        moves = settings.offload_optimizer or settings.offload_during_rollout or away
         if not moves or self.actor.engine.device.type != "cuda":
             return 0
         parameters = (each for engine in self._engines() for each in engine.module.parameters())

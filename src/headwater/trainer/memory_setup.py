@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -187,7 +188,9 @@ def plan_memory(config: Config, models: Models, budget: Budget, *, can_discard: 
 
     def plan(sizes: RunSizes, budget: Budget) -> MemoryPlan:
         holders = holders_of(config, sizes, can_discard=can_discard)
-        return make_plan(holders, budget, cache_of(config, sizes, budget), is_allowed=_leave_together)
+        # Memory that the cache could use, but does not need, is better used for recording passes.
+        spare = math.ceil(GRAPHS_SHARE * budget.device) if config.learner.cuda_graphs == "auto" else 0
+        return make_plan(holders, budget, cache_of(config, sizes, budget), is_allowed=_leave_together, spare=spare)
 
     try:
         best = plan(sizes, budget)
@@ -338,7 +341,12 @@ def planned(config: Config, plan: MemoryPlan | None) -> Config:
         engine = replace(engine, keep_addresses=True)
     if plan.ways["optimizer"] == STREAMED:
         learner = replace(learner, offload_optimizer=True)
-    learner = replace(learner, convert_at_once=learner.convert_at_once and plan.converts_at_once)
+    left = [tag for tag in ("kv_cache", "weights", "parameters", "optimizer") if plan.ways[tag] != RESIDENT]
+    learner = replace(
+        learner,
+        residency=tuple(left) or (RESIDENT,),
+        convert_at_once=learner.convert_at_once and plan.converts_at_once,
+    )
     if not _has_room_for_graphs(plan):
         learner = replace(learner, cuda_graphs="off")
     return replace(config, engine=engine, learner=learner)

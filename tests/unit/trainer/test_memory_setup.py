@@ -15,7 +15,7 @@ from headwater.core.errors import ConfigError, DeviceMemoryFull, ModelError
 from headwater.core.memory_plan import GIB, MOVED, RELEASED, RESIDENT, STREAMED
 from headwater.engine.engine import Engine
 from headwater.models.load import load_model
-from headwater.models.memory_sizes import CACHE_BYTES, GPU_TOWER_BYTES, ModelSize
+from headwater.models.memory_sizes import CACHE_BYTES, GPU_TOWER_BYTES, GRAPHS_SHARE, ModelSize
 from headwater.models.scored import load_critic
 from headwater.trainer import memory_advice, memory_setup
 from headwater.trainer.memory_advice import Known, advised, memory_full
@@ -274,19 +274,39 @@ def test_a_plan_is_for_an_engine_and_a_learner_on_one_gpu():
     assert not is_planned(load_config(None, ["model.device=cpu", "learner.residency=[auto]"]).config)
 
 
-def test_only_a_run_that_asks_for_a_plan_gets_one(monkeypatch):
+def test_a_run_on_one_gpu_gets_a_plan_unless_it_says_that_everything_stays(monkeypatch):
     monkeypatch.setattr(memory_setup, "resolve_device", lambda _: torch.device("cuda"))
 
     def asks(*settings: str) -> bool:
         return is_planned(load_config(None, list(settings)).config)
 
-    assert not asks()
-    assert not asks("learner.offload_during_rollout=true", "learner.offload_optimizer=true"), "work without a plan"
-    assert asks("learner.residency=[auto]")
+    assert asks()
+    assert asks("learner.offload_during_rollout=true", "learner.offload_optimizer=true")
     assert asks("learner.residency=[optimizer]")
-    config = load_config(None).config
+    assert not asks("learner.residency=[resident]")
+    assert not asks("learner.residency=[resident]", "learner.offload_optimizer=true"), "works without a plan"
+    assert not asks("rollout.placement=disaggregated")
+    config = load_config(None, ["learner.residency=[resident]"]).config
     assert plan_run(config, "/no/such/model") is None
     assert planned(config, None) is config, "the engine and the learner get the settings as they are"
+
+
+def test_a_run_that_fits_moves_nothing_and_keeps_room_for_recorded_passes():
+    models = small(151936, 1536, 8960, 28, 12, 2)  # the shape of Qwen2.5-1.5B
+    plan, config = plan_of(models)
+    assert set(plan.ways.values()) == {RESIDENT}
+    built = planned(config, plan)
+    assert built.learner.residency == (RESIDENT,)
+    assert built.learner.cuda_graphs == "auto"
+    assert plan.peak + plan.budget.reserve + GRAPHS_SHARE * plan.budget.device <= plan.budget.device
+    # Without them, the cache grows to what it gets without a plan, or to what is left.
+    greedy, _ = plan_of(models, "learner.cuda_graphs=off")
+    assert greedy.kv_cache > plan.kv_cache
+    assert greedy.fits
+    # A cache that the responses need is not made smaller for them.
+    tight, config = plan_of(models, "trainer.num_prompts_per_step=128", gpu=80)
+    assert tight.kv_cache >= memory_setup.cache_of(config, models.sizes(config), tight.budget).needed
+    assert planned(config, tight).learner.cuda_graphs == "off"
 
 
 @pytest.mark.parametrize("residency", [["auto"], ["kv_cache", "parameters", "optimizer"]], ids=str)
