@@ -139,6 +139,7 @@ _STAGES: dict[EpisodeStage, str] = {
     "pending": "not started",
     "generating": GENERATING,
     "calling_tools": "calling tools",
+    "reading_media": "reading images or videos",
     "scoring": "scoring",
     "working": "waiting for a reward or a tool",
     "done": "done",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -61,6 +62,9 @@ class PromptStream:
         self._reading: dict[int, asyncio.Task[None]] = {}
         """Prompts with images or videos that are being built by other threads, by their rows."""
         self._reads_all: asyncio.Task[int] | None = None
+        self._waited_s = self._told_s = 0.0
+        """For how long groups have waited for the images and videos of their prompts, and how much of it ``metrics``
+        has told."""
 
     def take(self, count: int) -> list[PromptDraw]:
         return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
@@ -79,7 +83,7 @@ class PromptStream:
         if type(self._dataset) is not RLHFDataset:
             return
         if is_read_by_threads(self._dataset):
-            self._reads_all = asyncio.ensure_future(self.read_ahead(count, at_least=count))
+            self._reads_all = asyncio.ensure_future(self._read_next(count, at_least=count))
             return
         self._prepared = {}
         for draw in self._sampler.peek(count):
@@ -96,6 +100,13 @@ class PromptStream:
         """
         if not is_read_by_threads(self._dataset):
             return count
+        began = time.monotonic()
+        try:
+            return await self._read_next(count, at_least)
+        finally:
+            self._waited_s += time.monotonic() - began
+
+    async def _read_next(self, count: int, at_least: int) -> int:
         draws, num_read = self._sampler.peek(count), 0
         while num_read < min(count, at_least):
             await self._read(draws[num_read : num_read + _READ_TOGETHER])
@@ -120,11 +131,19 @@ class PromptStream:
             del self._reading[index]
 
     def metrics(self, prompts: Iterable[Prompt]) -> dict[str, float]:
-        """If there are several sources, the prompts of a step from each of them, and with weights all draws so far."""
+        """How long groups waited for the images and videos of their prompts since the last call, if a prompt has any.
+
+        If there are several sources, also the prompts of a step from each of them, and with weights all draws so far.
+        """
+        prompts, metrics = list(prompts), dict[str, float]()
+        if any(prompt.media for prompt in prompts):
+            waited_s = self._waited_s
+            metrics["time/media_wait_s"] = waited_s - self._told_s
+            self._told_s = waited_s
         if len(self._parts) < 2:
-            return {}
+            return metrics
         counts = Counter(prompt.source for prompt in prompts)
-        metrics: dict[str, float] = {f"data/{part.name}/prompts": counts[part.name] for part in self._parts}
+        metrics |= {f"data/{part.name}/prompts": counts[part.name] for part in self._parts}
         if self._mixing is not None:
             for part, drawn, epoch in zip(self._parts, self._mixing.counts, self._mixing.epochs, strict=True):
                 metrics |= {f"data/{part.name}/drawn": drawn, f"data/{part.name}/epoch": epoch}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -85,6 +87,28 @@ def test_what_was_prepared_may_be_taken_at_once(stream):
         return await prompts.read_ahead(NUM_ROWS, at_least=1)
 
     assert asyncio.run(prepare()) == NUM_ROWS
+
+
+def test_the_time_that_groups_waited_for_pictures_is_a_metric(stream, tokenizer, monkeypatch):
+    """Reading while nothing waits is no wait, and a step without pictures has no such metric."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))  # every look is a second
+    monkeypatch.setattr("headwater.rollout.source.time", clock)
+    prompts = stream(rows())
+
+    async def take_all() -> list[dict]:
+        prompts.prepare(20)
+        assert prompts._reads_all is not None
+        await prompts._reads_all
+        taken = prompts.take(20)
+        told = [prompts.metrics(each.prompt for each in taken)]
+        for _ in range(2):
+            taken = prompts.take(await prompts.read_ahead(10, at_least=1))
+        return [*told, *(prompts.metrics(each.prompt for each in taken) for _ in range(2))]
+
+    assert asyncio.run(take_all()) == [{"time/media_wait_s": waited_s} for waited_s in (0, 2, 0)]
+    text = PromptStream(RLHFDataset([[{"prompt": "a"}, {"prompt": "b"}]], DataConfig(), tokenizer), 3, shuffle=True)
+    assert text.metrics(each.prompt for each in text.take(2)) == {}
 
 
 def test_a_picture_that_cannot_be_read_is_an_error_when_its_prompt_is_taken(stream):
