@@ -102,7 +102,7 @@ def load_image(
         data = read_source(source, where)
         return MediaContent.of("image", [encode_picture(data, where, settings.limits, settings.check)])
 
-    return load() if cache is None else cache.get_or_load(("image", settings.limits, source_key(source)), load)
+    return load() if cache is None else cache.get_or_load(("image", settings.limits, source_key(source, where)), load)
 
 
 def load_video(
@@ -142,7 +142,7 @@ def load_video(
 
     if cache is None:
         return load()
-    return cache.get_or_load(("video", settings.limits, settings.rate, source_key(source)), load)
+    return cache.get_or_load(("video", settings.limits, settings.rate, source_key(source, where)), load)
 
 
 def unwrapped(value: Any, kind: str, where: str, settings: MediaSettings) -> tuple[Any, MediaSettings]:

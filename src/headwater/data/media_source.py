@@ -54,12 +54,15 @@ def find_source(value: Any, where: str, rules: SourceRules, kind: str) -> MediaS
     raise DataError(f"{where}: a {type(value).__name__} is not {'an image' if kind == 'image' else 'a video'}; {hint}")
 
 
-def source_key(source: MediaSource) -> Hashable:
+def source_key(source: MediaSource, where: str) -> Hashable:
     """The key that identifies a source: path, size and time of a file, a hash of everything else."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).digest()
     if isinstance(source, Path):
-        status = source.stat()
+        try:
+            status = source.stat()
+        except OSError as error:  # it was there when it was looked for
+            raise _unreadable(source, where, error) from error
         return str(source), status.st_mtime_ns, status.st_size
     return source.mode, source.size, hashlib.sha256(source.tobytes()).digest()
 
@@ -72,7 +75,11 @@ def read_source(source: MediaSource, where: str) -> bytes | Image:
             raise DataError(f"{where}: {source} has {size} bytes, more than {MAX_FILE_BYTES}; make the file smaller")
         return source.read_bytes()
     except OSError as error:
-        raise DataError(f"{where}: {source} cannot be read ({error}); check the file") from error
+        raise _unreadable(source, where, error) from error
+
+
+def _unreadable(path: Path, where: str, error: OSError) -> DataError:
+    return DataError(f"{where}: {path} cannot be read ({error}); check the file")
 
 
 def is_array(value: Any) -> bool:
