@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -157,34 +158,52 @@ def test_a_row_whose_picture_cannot_be_read_stops_a_run_by_default(tmp_path):
     )
 
 
-def test_the_recipe_for_geometry3k(tmp_path):
-    """The recipe of the docs, with a tiny model and pictures of our own in the dataset's layout."""
+def as_verl_writes_it(split: str, row: dict, number: int) -> dict:
+    """A row as in the files of verl's ``examples/data_preprocess/geo3k.py``."""
+    problem, answer, images = row.pop("problem"), row.pop("answer"), row.pop("images")
+    return {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": problem + r" The final answer MUST BE put in \boxed{}."}],
+        "images": images,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": number, "answer": answer, "question": problem},
+    }
+
+
+@pytest.mark.parametrize("layout", ["hub", "verl"])
+def test_the_recipes_for_geometry3k(tmp_path, layout):
+    """The recipes of the docs, with a tiny model and pictures of our own in the layout of the dataset."""
     datasets = pytest.importorskip("datasets")
-    page = (ROOT / "docs" / "data-and-rewards.md").read_text()
-    (tmp_path / "geometry3k.yaml").write_text(re.search(r"`geometry3k.yaml`:\n\n```yaml\n(.*?)```", page, re.DOTALL)[1])
+    name, page = {"hub": "geometry3k", "verl": "geo3k"}[layout], (ROOT / "docs" / "data-and-rewards.md").read_text()
+    (tmp_path / f"{name}.yaml").write_text(re.search(rf"`{name}.yaml`:\n\n```yaml\n(.*?)```", page, re.DOTALL)[1])
     rows = [
         {"images": [picture(color, (80, 60))], "problem": f"<image>Find x, {number}.", "answer": str(number)}
         for number, color in enumerate(("red", "green", "blue", "gray"))
     ]
     features = {"images": datasets.List(datasets.Image()), "problem": datasets.Value("string"),
                 "answer": datasets.Value("string")}  # fmt: skip
-    datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(tmp_path / "rows")
+    dataset = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    if layout == "hub":
+        dataset.save_to_disk(tmp_path / "rows")
+        data = [f"data.sources.geometry3k.source={tmp_path / 'rows'}"]
+    else:
+        files = {split: tmp_path / f"{split}.parquet" for split in ("train", "test")}
+        for split, file in files.items():
+            dataset.map(partial(as_verl_writes_it, split), with_indices=True).to_parquet(file)
+        data = [f"data.train=[{files['train']}]", f"data.eval=[{files['test']}]"]
     cut_down = [each for each in CUT_DOWN if not each.startswith(("data.num_", "reward.function"))]
-    settings = [
-        "model.path=tiny:qwen2_5_vl",
-        f"data.sources.geometry3k.source={tmp_path / 'rows'}",
-        "trainer.save_learner_logprobs=true",
-    ]
     run = RunDirectory(tmp_path / "geometry")
     train_here(
-        str(tmp_path / "geometry3k.yaml"), *cut_down, *settings, "rollout.max_new_tokens=24",
-        f"run.root={tmp_path}", "run.name=geometry",
+        str(tmp_path / f"{name}.yaml"), *cut_down, *data, "model.path=tiny:qwen2_5_vl", "rollout.max_new_tokens=24",
+        "trainer.save_learner_logprobs=true", f"run.root={tmp_path}", "run.name=geometry",
     )  # fmt: skip
     rows = rows_of(run, 1)
     assert [check_row(run, row) for row in rows] == [1] * 8
     assert all(row["logprob_gap"] < 1e-4 for row in rows)
     assert {row["data_source"] for row in rows} == {"hiyouga/geometry3k"}
-    assert {json.loads(row["messages"])[0]["role"] for row in rows} == {"system"}
+    assert {json.loads(row["messages"])[0]["role"] for row in rows} == {"system" if layout == "hub" else "user"}
+    assert metrics(run.path, "train")[0]["media/images"] == 4
 
 
 @pytest.mark.flaky(reruns=0)  # as in test_kill.py
