@@ -13,6 +13,7 @@ from transformers import (
     Qwen3VLConfig,
 )
 
+from headwater.engine.media import TowerClock
 from headwater.engine.media_reader import MediaReader
 from headwater.engine.tower import PackedTower, make_tower
 
@@ -112,3 +113,16 @@ def test_a_pass_does_not_wait_for_the_device(name):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(again, expected)
+
+
+def test_the_time_of_a_pass_is_known_once_the_device_has_computed_it():
+    clock, matrix = TowerClock(CUDA), torch.randn(4096, 4096, device=CUDA)
+    torch.cuda.synchronize()
+    with clock.running():
+        for _ in range(200):  # about 0.1 s, far longer than the host needs to queue it
+            matrix = matrix @ matrix
+    clock.collect()
+    assert clock.seconds == 0, "nothing waits for the device"
+    torch.cuda.synchronize()
+    clock.collect()
+    assert 0 < clock.seconds < 60

@@ -28,7 +28,7 @@ NUM_STEPS = 10_000
 PAGE_TOKENS = 4096
 ENGINE = ("running_mean", "running_max", "waiting_mean", "waiting_max", "kv_used_mean", "kv_used_max",
           "cache_hit_fraction", "generated_tokens", "prefilled_tokens", "cached_tokens", "preempted", "aborted",
-          "failed")  # fmt: skip
+          "failed", "media_computed", "media_cached", "media_tower_s", "media_wait_s")  # fmt: skip
 """Numbers of the engine, as docs/metrics.md lists them."""
 SOURCES = [f"source-{place}" for place in range(9)]
 

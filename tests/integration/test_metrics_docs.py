@@ -41,8 +41,10 @@ SLOW_RUNS = {
     "reward model": ["quickstart", *CUT_DOWN],
 }  # fmt: skip
 """What takes other processes or another model."""
-NEEDS = {"ranks": "two ranks", "reward model": "reward model"}
+NEEDS = {"ranks": "two ranks", "reward model": "reward model", "images": "pictures from tools"}
 """What the last column says about metrics that only one of the slow runs has."""
+IN_NO_RUN = ("GPU", "videos")
+"""What it says about metrics that none of the runs has."""
 KINDS = {"Training steps": "train", "Evaluations": "eval", "Supervised start": "warm_start"}
 """The sections with metrics, and the kind of record that has them."""
 
@@ -130,7 +132,7 @@ def invented(seen, is_needed):
 def test_every_metric_is_documented_and_every_documented_metric_exists(records):
     seen = seen_in(records)
     assert_documented(seen)
-    found = invented(seen, lambda when: not any(word in when for word in ("GPU", *NEEDS)))
+    found = invented(seen, lambda when: not any(word in when for word in (*IN_NO_RUN, *NEEDS)))
     assert not found, f"{PAGE.name} has metrics that no run has: {found}"
 
 

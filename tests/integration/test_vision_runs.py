@@ -7,10 +7,12 @@ import json
 import re
 import signal
 import time
+from functools import partial
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, after_step, headwater, send, train_here
+from command import CUT_DOWN, PROCESS_LIMIT_S, ROOT, after_step, headwater, metrics, send, train_here
 from picture_tools import TOOLS, VISION, picture
 from test_kill import KINDS, killed_and_resumed
 
@@ -102,34 +104,106 @@ def test_a_run_on_videos(tmp_path, model):
     assert all(row["logprob_gap"] < 1e-4 for row in rows)
 
 
-def test_the_recipe_for_geometry3k(tmp_path):
-    """The recipe of the docs, with a tiny model and pictures of our own in the dataset's layout."""
+def settings_with_holes(root: Path, name: str, *settings: str) -> list[str]:
+    """Of a run on pictures of which one file is missing and one is damaged. The run reads none of them at its start."""
+    colors = ["red", "green", "blue", "gray", "orange", "purple", "white", "black"]
+    lines = [{"prompt": "<image>Which color?", "images": [f"{color}.png"], "ground_truth": color} for color in colors]
+    (root / "rows.jsonl").write_text(
+        "".join(json.dumps({**each, "data_source": "exact_match"}) + "\n" for each in lines)
+    )
+    for color in colors[1:]:
+        picture(color, (56, 56)).save(root / f"{color}.png")
+    (root / "blue.png").write_bytes(b"no picture")
+    cut_down = [each for each in CUT_DOWN if not each.startswith("data.num_")]
+    return [
+        *VISION, *cut_down, f"data.train={root / 'rows.jsonl'}", "data.truncation=left", "eval.before=false",
+        "eval.after=false", "trainer.total_steps=4", f"run.root={root}", f"run.name={name}", *settings,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduling", [[], ASYNC], ids=["in waves", "ahead"])
+def test_rows_whose_picture_cannot_be_read_are_dropped_and_counted(tmp_path, scheduling):
+    """16 of the groups that are trained come from three passes over eight rows, of which two are bad."""
+    drop = ["rollout.on_failure=drop", "engine.deterministic=true", *scheduling]
+    train_here(*settings_with_holes(tmp_path, "whole", *drop))
+    run, half = RunDirectory(tmp_path / "whole"), RunDirectory(tmp_path / "half")
+    steps = [each for each in map(json.loads, run.ledger_file.read_text().splitlines()) if each["kind"] == "step"]
+    drops = [each for step in steps for each in step["dropped"]]
+    assert {(each["uid"], each["kind"]) for each in drops} == {
+        ("rows/train/0", "unreadable_row"), ("rows/train/2", "unreadable_row"),
+    }  # fmt: skip
+    assert any("line 1: images[0]: no such file" in each["message"] for each in drops)
+    assert any("line 3: images[0]: not a readable image" in each["message"] for each in drops)
+    assert sum(len(step["trained"]) for step in steps) == 16
+    assert sum(each["groups/dropped_unreadable_row"] for each in metrics(run.path, "train")) == len(drops) >= 4
+    counts = steps[-1]["counts"]
+    assert counts["dispatched"] == sum(counts[name] for name in ("trained", "dropped", "buffered", "in_flight"))
+    assert "unreadable_row" in headwater("doctor", run.path).stdout
+    with contextlib.chdir(ROOT):
+        assert main(["replay", str(run.path)]) == 0
+    train_here(*settings_with_holes(tmp_path, "half", *drop, "trainer.total_steps=2"))
+    train_here("--resume", half.path, "trainer.total_steps=4")
+    again = [each for each in map(json.loads, half.ledger_file.read_text().splitlines()) if each["kind"] == "step"]
+    assert [step["weights"] for step in again[:2]] == [step["weights"] for step in steps[:2]]
+    if not scheduling:  # otherwise, the end of the first part decides what runs ahead
+        assert [step["weights"] for step in again] == [step["weights"] for step in steps]
+        assert [step["dropped"] for step in again] == [step["dropped"] for step in steps]
+
+
+def test_a_row_whose_picture_cannot_be_read_stops_a_run_by_default(tmp_path):
+    result = headwater("train", *settings_with_holes(tmp_path, "stopped"))
+    assert result.code == 2
+    assert re.search(r"rows.jsonl, line [13]: images\[0\]: (no such file|not a readable image)", result.stderr), (
+        result.stderr
+    )
+
+
+def as_verl_writes_it(split: str, row: dict, number: int) -> dict:
+    """A row as in the files of verl's ``examples/data_preprocess/geo3k.py``."""
+    problem, answer, images = row.pop("problem"), row.pop("answer"), row.pop("images")
+    return {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": problem + r" The final answer MUST BE put in \boxed{}."}],
+        "images": images,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": number, "answer": answer, "question": problem},
+    }
+
+
+@pytest.mark.parametrize("layout", ["hub", "verl"])
+def test_the_recipes_for_geometry3k(tmp_path, layout):
+    """The recipes of the docs, with a tiny model and pictures of our own in the layout of the dataset."""
     datasets = pytest.importorskip("datasets")
-    page = (ROOT / "docs" / "data-and-rewards.md").read_text()
-    (tmp_path / "geometry3k.yaml").write_text(re.search(r"`geometry3k.yaml`:\n\n```yaml\n(.*?)```", page, re.DOTALL)[1])
+    name, page = {"hub": "geometry3k", "verl": "geo3k"}[layout], (ROOT / "docs" / "data-and-rewards.md").read_text()
+    (tmp_path / f"{name}.yaml").write_text(re.search(rf"`{name}.yaml`:\n\n```yaml\n(.*?)```", page, re.DOTALL)[1])
     rows = [
         {"images": [picture(color, (80, 60))], "problem": f"<image>Find x, {number}.", "answer": str(number)}
         for number, color in enumerate(("red", "green", "blue", "gray"))
     ]
     features = {"images": datasets.List(datasets.Image()), "problem": datasets.Value("string"),
                 "answer": datasets.Value("string")}  # fmt: skip
-    datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(tmp_path / "rows")
+    dataset = datasets.Dataset.from_list(rows, features=datasets.Features(features))
+    if layout == "hub":
+        dataset.save_to_disk(tmp_path / "rows")
+        data = [f"data.sources.geometry3k.source={tmp_path / 'rows'}"]
+    else:
+        files = {split: tmp_path / f"{split}.parquet" for split in ("train", "test")}
+        for split, file in files.items():
+            dataset.map(partial(as_verl_writes_it, split), with_indices=True).to_parquet(file)
+        data = [f"data.train=[{files['train']}]", f"data.eval=[{files['test']}]"]
     cut_down = [each for each in CUT_DOWN if not each.startswith(("data.num_", "reward.function"))]
-    settings = [
-        "model.path=tiny:qwen2_5_vl",
-        f"data.sources.geometry3k.source={tmp_path / 'rows'}",
-        "trainer.save_learner_logprobs=true",
-    ]
     run = RunDirectory(tmp_path / "geometry")
     train_here(
-        str(tmp_path / "geometry3k.yaml"), *cut_down, *settings, "rollout.max_new_tokens=24",
-        f"run.root={tmp_path}", "run.name=geometry",
+        str(tmp_path / f"{name}.yaml"), *cut_down, *data, "model.path=tiny:qwen2_5_vl", "rollout.max_new_tokens=24",
+        "trainer.save_learner_logprobs=true", f"run.root={tmp_path}", "run.name=geometry",
     )  # fmt: skip
     rows = rows_of(run, 1)
     assert [check_row(run, row) for row in rows] == [1] * 8
     assert all(row["logprob_gap"] < 1e-4 for row in rows)
     assert {row["data_source"] for row in rows} == {"hiyouga/geometry3k"}
-    assert {json.loads(row["messages"])[0]["role"] for row in rows} == {"system"}
+    assert {json.loads(row["messages"])[0]["role"] for row in rows} == {"system" if layout == "hub" else "user"}
+    assert metrics(run.path, "train")[0]["media/images"] == 4
 
 
 @pytest.mark.flaky(reruns=0)  # as in test_kill.py

@@ -111,8 +111,8 @@ class RolloutConfig:
     timeout_s: Annotated[float, MoreThan(0)] = 1800.0
     """Time limit for one batch of rollouts; exceeding it stops the run."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """What to do if an episode or its reward fails: `stop` ends the run with the cause, `drop` discards the group,
-    counts it and draws another prompt."""
+    """What to do if an episode or its reward fails, or if a row cannot be read during training: `stop` ends the run
+    with the cause, `drop` discards the group, counts it and draws another prompt."""
     max_retries: Annotated[int, AtLeast(0)] = 0
     """How often a failed group is retried before on_failure applies."""
     allow_partial_groups: bool = False

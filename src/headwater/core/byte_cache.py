@@ -32,6 +32,10 @@ class ByteCache(Generic[Key, Value]):
     def num_bytes(self) -> int:
         return self._num_bytes
 
+    def __contains__(self, key: Key) -> bool:
+        """Whether a value is kept. This is no use of it."""
+        return key in self._entries
+
     def get(self, key: Key) -> Value | None:
         with self._lock:
             return self._used(key)

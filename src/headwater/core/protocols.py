@@ -293,7 +293,9 @@ class RoundEngine(Protocol):
         ...
 
 
-EpisodeStage = Literal["pending", "generating", "calling_tools", "scoring", "working", "done", "failed"]
+EpisodeStage = Literal[
+    "pending", "generating", "calling_tools", "reading_media", "scoring", "working", "done", "failed"
+]  # fmt: skip
 """``pending`` before an episode does anything; ``working`` while it does something that it has no name for."""
 
 

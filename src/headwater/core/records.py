@@ -40,6 +40,8 @@ class DropKind(StrEnum):
     """A reward took longer than ``reward.timeout_s``."""
     TIMED_OUT = "timed_out"
     """The episodes took longer than ``rollout.episode_timeout_s``."""
+    UNREADABLE_ROW = "unreadable_row"
+    """The row cannot be made a prompt, for example because its image is gone or damaged."""
     REJECTED = "rejected"
     """The workflow returned None."""
     FILTERED = "filtered"

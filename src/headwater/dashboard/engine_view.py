@@ -46,6 +46,18 @@ CHARTS: tuple[dict[str, Any], ...] = (
         "keys": ["engine/preempted", "engine/aborted", "engine/failed"],
         "format": "number",
     },
+    {
+        "title": "Images and videos per step",
+        "unit": "computed and found in the cache",
+        "keys": ["engine/media_computed", "engine/media_cached"],
+        "format": "number",
+    },
+    {
+        "title": "Time for images and videos",
+        "unit": "seconds per step",
+        "keys": ["engine/media_tower_s", "engine/media_wait_s"],
+        "format": "number",
+    },
 )
 """The curves that the page draws. The server sends this list, so the page draws all that is sent."""
 _NUM_POINTS = 500

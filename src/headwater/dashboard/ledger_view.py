@@ -19,6 +19,7 @@ DROP_TEXTS: Mapping[str, str] = {
     DropKind.REWARD_FAILED: "The reward raised an error or returned something that is not a number.",
     DropKind.REWARD_TIMED_OUT: "A reward took longer than reward.timeout_s.",
     DropKind.TIMED_OUT: "The episodes took longer than rollout.episode_timeout_s.",
+    DropKind.UNREADABLE_ROW: "The row cannot be made a prompt, for example because its image is gone or damaged.",
     DropKind.REJECTED: "The workflow returned None.",
     DropKind.FILTERED: "All samples have the same reward, so there is nothing to learn (algorithm.filter_groups).",
     DropKind.REFUSED: "rollout.should_accept returned false.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -98,6 +98,25 @@ def prompts_of(dataset: PromptDataset, rows: Sequence[int]) -> list[Prompt]:
         return [dataset[row] for row in rows]
     with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="headwater-rows") as readers:
         return list(readers.map(dataset.__getitem__, rows))
+
+
+def readable_prompts(dataset: PromptDataset, rows: Iterable[int], *, skips_unreadable: bool) -> Iterator[Prompt]:
+    """The prompts of these rows, which stand for others. If ``skips_unreadable``, rows that cannot be read are left
+    out, unless none of them can be read."""
+    first_error: DataError | None = None
+    has_read = False
+    for row in rows:
+        try:
+            prompt = dataset[row]
+        except DataError as error:
+            if not skips_unreadable:
+                raise
+            first_error = first_error or error
+        else:
+            has_read = True
+            yield prompt
+    if first_error is not None and not has_read:
+        raise first_error
 
 
 def sources_of(config: DataConfig, split: Split) -> list[str]:

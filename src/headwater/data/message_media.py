@@ -17,7 +17,8 @@ from typing import Any
 
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, image_type
-from headwater.data.media import KINDS, MediaSettings, load_image, load_video, take_inline_media
+from headwater.data.media import MediaSettings, load_image, load_video
+from headwater.data.media_parts import KINDS, take_inline_media
 
 Message = Mapping[str, Any]
 

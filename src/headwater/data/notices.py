@@ -12,7 +12,7 @@ from headwater.config.schema import Config
 from headwater.config.tree import show
 from headwater.core.records import Prompt
 from headwater.core.registry import is_path
-from headwater.data.load import PromptDataset
+from headwater.data.load import PromptDataset, readable_prompts
 
 _NUM_ROWS = 16
 _OF_MEDIA = ("min_image_pixels", "max_image_pixels", "video_frames_per_s", "max_video_frames", "allow_remote_media")
@@ -38,7 +38,8 @@ def data_notices(
     Some rows, spread over the dataset, stand for all.
     """
     every = max(1, len(dataset) // _NUM_ROWS)
-    prompts = [dataset[row] for row in range(0, len(dataset), every)[:_NUM_ROWS]]
+    rows, is_dropped = range(0, len(dataset), every)[:_NUM_ROWS], config.rollout.on_failure == "drop"
+    prompts = list(readable_prompts(dataset, rows, skips_unreadable=is_dropped))
     notices = list(_template_arguments(config.data.chat_template_args, template))
     notices += _endless_periods(config, len(dataset))
     if not takes_media and not config.data.dataset:  # a custom class may read all settings of data

@@ -81,9 +81,15 @@ def import_pillow(where: str) -> None:
 
 def open_picture(data: bytes, where: str) -> Image:
     """Read the header. The pixels are decoded later, after the size is checked."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
-    return guarded(lambda: Image.open(io.BytesIO(data), formats=FORMATS), where)
+    def read() -> Image.Image:
+        try:
+            return Image.open(io.BytesIO(data), formats=FORMATS)
+        except UnidentifiedImageError:  # its own text names an object of this process, which differs between runs
+            raise ValueError(f"none of the formats {', '.join(FORMATS)}") from None
+
+    return guarded(read, where)
 
 
 def check_size(size: tuple[int, int], where: str) -> None:

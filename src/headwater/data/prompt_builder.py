@@ -23,16 +23,8 @@ from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent, MediaProcessor
 from headwater.core.protocols import Tokenizer
 from headwater.core.records import Prompt
-from headwater.data.media import (
-    PROCESSOR_ERRORS,
-    MediaCache,
-    MediaSettings,
-    load_image,
-    load_video,
-    media_cache,
-    place_media,
-    take_inline_media,
-)
+from headwater.data.media import PROCESSOR_ERRORS, MediaCache, MediaSettings, load_image, load_video, media_cache
+from headwater.data.media_parts import place_media, take_inline_media
 from headwater.data.message_media import has_media
 from headwater.data.row_store import PlacedRow
 

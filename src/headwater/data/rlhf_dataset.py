@@ -95,6 +95,14 @@ class RLHFDataset:
             raise self._too_long(placed, len(prompt.tokens), "has images or videos, which cannot be cut")
         return dataclasses.replace(prompt, tokens=cut_tokens(prompt.tokens, limit, overlong))
 
+    def uid(self, index: int) -> str:
+        """The uid of the prompt of a row, also if the row cannot be read."""
+        return self._uid(self._kept[index])
+
+    def _uid(self, number: int) -> str:
+        at = bisect.bisect_right(self._starts, number) - 1
+        return f"{self._names[at]}/{self._split}/{number - self._starts[at]}"
+
     @property
     def num_filtered(self) -> int:
         """Rows left out because their prompt is longer than ``data.max_prompt_tokens``."""
@@ -134,7 +142,7 @@ class RLHFDataset:
         return PlacedRow(
             row=_renamed(store[row], given.columns, store.place(row)) if given.columns else store[row],
             place=store.place(row),
-            uid=f"{self._names[at]}/{self._split}/{row}",
+            uid=self._uid(number),
             source_name=given.data_source or store.name,
             folder=store.folder,
             system_prompt=given.system_prompt,

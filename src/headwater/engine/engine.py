@@ -443,7 +443,7 @@ class Engine:
             is_asleep=metrics.is_asleep,
             is_alive=self.is_alive,
             settings=settings,
-            metrics=asdict(metrics),
+            metrics={**asdict(metrics), **self._loop.media_counts()},
         )
 
     def metrics(self) -> EngineMetrics:

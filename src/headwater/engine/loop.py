@@ -137,6 +137,11 @@ class EngineLoop:
         """Requests that wait for the log-probs of their prompts, or for their media to be read."""
         return len(self._scoring.waiting) + len(self._unread)
 
+    def media_counts(self) -> dict[str, float]:
+        """What the engine has done with images and videos. Empty if it had none."""
+        counts = self.runner.media.counts() if self.runner.media is not None else {}
+        return {**counts, "media_wait_s": self._unread.waited_s} if counts else {}
+
     def close(self) -> None:
         """Abort every request, then end the thread."""
         with self._wakeup:

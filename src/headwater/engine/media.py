@@ -6,7 +6,10 @@ share the features of a picture. The weights of the tower may change: then every
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,6 +69,38 @@ class Tower(Protocol):
         ...
 
 
+class TowerClock:
+    """How long the vision tower has computed. A GPU tells it later, so nothing waits for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._passes: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        """Beginnings and ends on the device that are not counted yet."""
+        self.seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what is computed in this block."""
+        if not self._is_cuda:
+            began = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds += time.perf_counter() - began
+            return
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        yield  # a pass that fails is not timed: the device may be unable to record anything
+        end.record()
+        self._passes.append((begin, end))
+
+    def collect(self) -> None:
+        """Add the passes that the device has completed."""
+        while self._passes and self._passes[0][1].query():  # type: ignore[no-untyped-call]
+            begin, end = self._passes.popleft()
+            self.seconds += begin.elapsed_time(end) / 1000
+
+
 class MediaEncoder:
     """The vision tower of a model, and the features it has computed. The engine's thread owns it."""
 
@@ -81,6 +116,24 @@ class MediaEncoder:
         self._refused: set[str] = set()
         """What could not be prepared the last time: it is not tried again until it is needed."""
         self.cache: ByteCache[str, MediaFeatures] = ByteCache(max_bytes, feature_bytes)
+        self._unused: set[str] = set()
+        """What the tower has computed and no prompt has used yet."""
+        self._num_computed = self._num_cached = 0
+        self._clock = TowerClock(self._device)
+
+    def counts(self) -> dict[str, float]:
+        """Images and videos that the tower has computed, how often the cache had one, and the tower's seconds.
+
+        Empty before the first one, so that an engine that gets no images tells nothing of them. May be called by any
+        thread.
+        """
+        if not self._num_computed:
+            return {}
+        return {
+            "num_media_computed": self._num_computed,
+            "num_media_cached": self._num_cached,
+            "media_tower_s": self._clock.seconds,
+        }
 
     def forget(self) -> None:
         """The weights of the tower have changed, or leave the device."""
@@ -110,10 +163,13 @@ class MediaEncoder:
             self._features(new)
         except MediaFailed:
             self._refused = set(new)  # the requests that need them will be told
+        # Requests may have been aborted since, so that what was computed for them is never used.
+        self._unused = {digest for digest in self._unused if digest in self.cache}
 
     @torch.inference_mode()
     def inputs(self, media: BatchMedia) -> MediaInputs:
         """What the decoder needs for a batch."""
+        self._clock.collect()
         rotary = None if media.rotary is None else self._uploaded(media.rotary)
         if not media.parts:
             nothing = torch.zeros(0, self._hidden_size, dtype=self._dtype, device=self._device)
@@ -121,6 +177,7 @@ class MediaEncoder:
         features = self._features({part.content.digest: part.content for part in media.parts})
         embeddings, deep = [], []
         for part in media.parts:
+            self._count_use(part.content.digest)
             own = features[part.content.digest]
             rows = slice(part.first, part.first + len(part.places))
             embeddings.append(own.embeddings[rows])
@@ -133,6 +190,12 @@ class MediaEncoder:
             rotary,
         )
 
+    def _count_use(self, digest: str) -> None:
+        if digest in self._unused:
+            self._unused.remove(digest)  # it was computed for this use
+        else:
+            self._num_cached += 1
+
     def _features(self, contents: dict[str, MediaContent]) -> dict[str, MediaFeatures]:
         found = {digest: features for digest in contents if (features := self.cache.get(digest)) is not None}
         new = [content for digest, content in contents.items() if digest not in found]
@@ -142,6 +205,8 @@ class MediaEncoder:
                 own = MediaFeatures(features.embeddings.clone(), tuple(each.clone() for each in features.deep))
                 found[digest] = own
                 self.cache.put(digest, own, contents)
+                self._num_computed += 1
+                self._unused.add(digest)
         return found
 
     def _batches(self, inputs: Mapping[str, Inputs]) -> list[dict[str, Inputs]]:
@@ -164,7 +229,8 @@ class MediaEncoder:
         An error of the device itself returns in the next step of the decoder, and ends the engine there.
         """
         try:
-            return dict(zip(inputs, self._tower.of_inputs([*inputs.values()]), strict=True))
+            with self._clock.running():
+                return dict(zip(inputs, self._tower.of_inputs([*inputs.values()]), strict=True))
         except Exception as error:  # noqa: BLE001  most likely memory, which differs between devices
             reason = f"cannot be computed: {type(error).__name__}: {error}; use a smaller one"
         # Outside of the handler, which holds on to the tensors of the pass that failed.

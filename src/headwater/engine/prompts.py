@@ -306,6 +306,13 @@ class UnreadRequests:
         self._deadline: float | None = None
         """When the requests that have been read stop to wait for the others."""
         self._sequences: dict[EngineSequence, None] = {}
+        self._since = self._waited_s = 0.0
+
+    @property
+    def waited_s(self) -> float:
+        """For how long at least one request has waited here, in total. May be called by any thread."""
+        waited_s, since = self._waited_s, self._since
+        return waited_s + (monotonic() - since if self._sequences else 0.0)
 
     @property
     def is_due(self) -> bool:
@@ -325,6 +332,8 @@ class UnreadRequests:
         return iter(self._sequences)
 
     def add(self, sequence: EngineSequence) -> None:
+        if not self._sequences:
+            self._since = monotonic()
         self._sequences[sequence] = None
         if _is_read(sequence):  # otherwise another thread will tell
             self.has_news = True
@@ -341,7 +350,7 @@ class UnreadRequests:
         self._deadline = None
         for sequence in read:
             yield sequence
-            del self._sequences[sequence]
+            self._remove(sequence)
 
     def read_media(self) -> Iterator[PlacedMedia]:
         """What has been read for requests that still wait for others. Samples of a prompt share it."""
@@ -379,9 +388,14 @@ class UnreadRequests:
         """Remove the sequences for which ``wanted`` is true."""
         removed = list(filter(wanted, self._sequences))
         for sequence in removed:
-            del self._sequences[sequence]
+            self._remove(sequence)
         self.has_news = bool(self._sequences)  # those that are left may have waited for these
         return removed
+
+    def _remove(self, sequence: EngineSequence) -> None:
+        del self._sequences[sequence]
+        if not self._sequences:
+            self._waited_s += monotonic() - self._since
 
 
 def _is_read(sequence: EngineSequence) -> bool:

@@ -226,7 +226,7 @@ def _read_ledger(run: RunDirectory) -> LedgerTail | None:
         num_trained = sum(len(record.get("trained", ())) for record in records)
         last = records[-1]
         return LedgerTail(int(last["step"]), float(last["time"]), read_counts(last["counts"]), num_trained, drops)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RunError(f"{path} cannot be read: {type(error).__name__}: {error} in its last lines") from error
 
 

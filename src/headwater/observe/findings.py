@@ -109,6 +109,7 @@ DROP_REMEDIES = {
     DropKind.REWARD_FAILED: "call the reward function on that row by itself: it raises or returns no number",
     DropKind.REWARD_TIMED_OUT: "make the reward faster, or raise reward.timeout_s",
     DropKind.TIMED_OUT: "raise rollout.episode_timeout_s, or make rewards, tools and responses shorter",
+    DropKind.UNREADABLE_ROW: "the message names the row and the column: fix the file, or remove the row",
     DropKind.REJECTED: "the workflow returns None for these: check its conditions",
     DropKind.REFUSED: "rollout.should_accept returns false for them: check its condition, or change the prompts",
     DropKind.FILTERED: "the prompts have become too easy or too hard: change their difficulty, or turn the filter off",

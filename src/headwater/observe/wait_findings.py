@@ -11,6 +11,9 @@ from headwater.observe.evidence import Evidence, Life, show_duration
 from headwater.observe.finding import Finding
 from headwater.observe.status_file import RunningGroup
 
+_OUTSIDE = ("calling_tools", "reading_media", "scoring", "working")
+"""Stages of episodes that need neither the engine nor the learner."""
+
 WAIT_REMEDIES = {
     "batch": "generation is slower than the learner: lower rollout.max_new_tokens, raise engine.max_sequences or "
     "rollout.max_concurrent_groups, or let generation run further ahead with rollout.max_staleness",
@@ -132,11 +135,16 @@ def _why_groups_are_slow(evidence: Evidence) -> str:
     oldest = evidence.status.oldest_groups if evidence.status else ()
     if not oldest or not all(_waits_outside(each) for each in oldest):
         return ""
-    busy = {stage for group in oldest for stage in ("calling_tools", "scoring", "working") if group.stages.get(stage)}
+    busy = {stage for group in oldest for stage in _OUTSIDE if group.stages.get(stage)}
     if busy == {"calling_tools"}:
         return (
             "the oldest groups wait for a tool, not for the engine: make it faster or raise tools.max_concurrent; "
             "lower tools.timeout_s so that a call that hangs fails"
+        )
+    if busy == {"reading_media"}:
+        return (
+            "the oldest groups wait for images or videos to be read, not for the engine: make the files smaller, or "
+            "put them on a faster disk"
         )
     what = "a reward" if busy == {"scoring"} else "a reward or a tool"
     return (
@@ -147,5 +155,5 @@ def _why_groups_are_slow(evidence: Evidence) -> str:
 
 def _waits_outside(group: RunningGroup) -> bool:
     stages = group.stages
-    is_waiting = stages.get("calling_tools", 0) + stages.get("scoring", 0) + stages.get("working", 0) > 0
+    is_waiting = any(stages.get(stage, 0) > 0 for stage in _OUTSIDE)
     return is_waiting and stages.get("generating", 0) == 0

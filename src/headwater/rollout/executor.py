@@ -352,14 +352,14 @@ class WorkflowExecutor:
         dispatch = finished.dispatch
         if finished.version >= self._version:
             raise RunError(
-                f"row {dispatch.draw.prompt.uid} started under policy version {finished.version} and has tokens tagged "
+                f"row {dispatch.draw.uid} started under policy version {finished.version} and has tokens tagged "
                 f"{finished.oldest}; such tags would make every group too old: fix the engine or the workflow"
             )
         self._buffer.remove(finished)
         del self._untaken[dispatch.id]
         message = f"version {finished.oldest} is older than rollout.max_staleness allows at version {self._version}"
         self.ledger.drop(dispatch.id, DropKind.STALE, message)
-        self._dropped.append(Dropped(dispatch.draw.prompt.uid, DropKind.STALE, message))
+        self._dropped.append(Dropped(dispatch.draw.uid, DropKind.STALE, message))
         if dispatch.attempt == 0:  # the prompt is retried once
             self._dispatcher.submit([self._dispatch(dispatch.draw, attempt=1)])
         self.staleness.give_back()  # after the retry was submitted, or another prompt could take its place

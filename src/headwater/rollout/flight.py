@@ -139,6 +139,7 @@ _STAGES: dict[EpisodeStage, str] = {
     "pending": "not started",
     "generating": GENERATING,
     "calling_tools": "calling tools",
+    "reading_media": "reading images or videos",
     "scoring": "scoring",
     "working": "waiting for a reward or a tool",
     "done": "done",
@@ -250,7 +251,7 @@ class Flights:
         return [
             {
                 "id": flight.dispatch.id,
-                "uid": flight.dispatch.draw.prompt.uid,
+                "uid": flight.dispatch.draw.uid,
                 "seconds": round(flight.seconds, 1),
                 "stages": dict(flight.stages()),
                 "doing": flight.doing(),
@@ -268,7 +269,7 @@ class Flights:
             return "no group is running"
         oldest = min(flights, key=lambda flight: flight.started)
         return (
-            f"{len(flights)} running, the oldest for {oldest.seconds:.0f} s on row {oldest.dispatch.draw.prompt.uid} "
+            f"{len(flights)} running, the oldest for {oldest.seconds:.0f} s on row {oldest.dispatch.draw.uid} "
             f"({oldest.doing()})"
         )
 

@@ -18,21 +18,40 @@ import torch
 from numpy.typing import NDArray
 
 from headwater.core.data_proto import DataProto
-from headwater.core.errors import RolloutFailed
+from headwater.core.errors import DataError, RolloutFailed
 from headwater.core.media import MEDIA_COLUMN, Media, MediaContent
 from headwater.core.records import NOT_SAMPLED, DropKind, Prompt, TokenArrays, Trajectory, make_arrays
 from headwater.core.tool_calls import ToolFailure
 
 
 @dataclass(frozen=True, slots=True)
+class UnreadableRow:
+    """A row that was drawn and cannot be made a prompt, for example because its image is gone or damaged."""
+
+    uid: str
+    error: DataError
+
+
+@dataclass(frozen=True, slots=True)
 class PromptDraw:
     """A prompt to run, and the key from which the randomness of its samples is derived."""
 
-    prompt: Prompt
+    row: Prompt | UnreadableRow
     rng_key: int
     index: int = -1
     """The row of the dataset; -1 if the prompt does not come from a dataset."""
     epoch: int = 0
+
+    @property
+    def uid(self) -> str:
+        return self.row.uid
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt, or the error of a row that cannot be read."""
+        if isinstance(self.row, UnreadableRow):
+            raise self.row.error
+        return self.row
 
 
 _HIGHEST_LOGPROB = 1e-3
@@ -347,7 +366,8 @@ def too_few(groups: Sequence[object], dropped: Sequence[Dropped]) -> RolloutFail
         (DropKind.FILTERED in kinds, _FILTERED_REMEDY),
         (DropKind.REFUSED in kinds, _REFUSED_REMEDY),
         (DropKind.STALE in kinds, _STALE_REMEDY),
-        (any(kind.is_failure for kind in kinds), _FAILED_REMEDY),
+        (DropKind.UNREADABLE_ROW in kinds, _UNREADABLE_REMEDY),
+        (any(kind.is_failure for kind in kinds - {DropKind.UNREADABLE_ROW}), _FAILED_REMEDY),
     ]
     remedy = "; ".join(text for applies, text in remedies if applies)
     return RolloutFailed(
@@ -362,6 +382,7 @@ _FILTERED_REMEDY = (
 )
 _REFUSED_REMEDY = "if rollout.should_accept refuses too many groups, make it accept more of them, or remove it"
 _STALE_REMEDY = "if groups are too old, raise rollout.max_staleness or set rollout.on_stale=mask"
+_UNREADABLE_REMEDY = "if rows cannot be read, fix the data, or remove these rows"
 _FAILED_REMEDY = "if a failure is temporary, raise rollout.max_retries"
 
 

@@ -33,7 +33,7 @@ from headwater.core.records import DropKind, Prompt, Trajectory
 from headwater.core.registry import blaming, is_path, load_object
 from headwater.core.requests import derive_key
 from headwater.rollout.flight import Flight
-from headwater.rollout.group import Dropped, Group, TrajectoryLimits
+from headwater.rollout.group import Dropped, Group, TrajectoryLimits, UnreadableRow
 from headwater.workflows import Episode, EpisodeRunner
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,9 @@ class GroupRunner:
     """Runs ``num_samples`` episodes per prompt, concurrently.
 
     The whole group is dropped if the workflow rejects an episode (``None``), if one of ``filters`` does not keep the
-    group, or, with ``on_failure="drop"``, if an episode fails. A group that fails is first retried ``max_retries``
-    times. With ``allow_partial_groups``, a group continues without the samples that failed, as long as two or more are
-    left. ``greedy`` runs one more episode per prompt, for its reward.
+    group, or, with ``on_failure="drop"``, if an episode fails or the row cannot be read. A group whose episode fails is
+    first retried ``max_retries`` times. With ``allow_partial_groups``, a group continues without the samples that
+    failed, as long as two or more are left. ``greedy`` runs one more episode per prompt, for its reward.
     """
 
     def __init__(
@@ -135,18 +135,22 @@ class GroupRunner:
                 flight.start.announce(flight)
 
     async def _run(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:
-        prompt = flight.dispatch.draw.prompt
+        row = flight.dispatch.draw.row
+        if isinstance(row, UnreadableRow):
+            if self._on_failure == "stop":
+                raise row.error
+            return Dropped(row.uid, DropKind.UNREADABLE_ROW, str(row.error))
         for num_left in reversed(range(self._max_retries + 1)):
             flight.episodes.clear()
             try:
                 return self._accepted(await self._run_once(flight, engine_of))
             except (RewardFailed, RolloutFailed) as error:
                 if num_left and not flight.has_timed_out:
-                    logger.warning("row %s is retried, at most %d more times: %s", prompt.uid, num_left, error)
+                    logger.warning("row %s is retried, at most %d more times: %s", row.uid, num_left, error)
                 elif self._on_failure == "stop":
                     raise
                 else:
-                    return Dropped(prompt.uid, _kind_of(error, flight), str(error))
+                    return Dropped(row.uid, _kind_of(error, flight), str(error))
         raise AssertionError("the last attempt ends in a result or an error")
 
     async def _run_once(self, flight: Flight, engine_of: Callable[[int], EpisodeEngine]) -> Group | Dropped:

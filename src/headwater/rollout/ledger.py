@@ -143,4 +143,4 @@ class Ledger:
 
 def _describe(dispatch: Dispatch) -> dict[str, Any]:
     draw = dispatch.draw
-    return {"id": dispatch.id, "uid": draw.prompt.uid, "index": draw.index, "epoch": draw.epoch}
+    return {"id": dispatch.id, "uid": draw.uid, "index": draw.index, "epoch": draw.epoch}

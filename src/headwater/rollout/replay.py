@@ -212,7 +212,7 @@ class ReplayedRollouts:
 
     def _check(self, id: int, flight: Flight, outcome: Group | Dropped) -> None:
         """Raise if a group differs from the recording, because others would wait forever for its requests."""
-        uid = flight.dispatch.draw.prompt.uid
+        uid = flight.dispatch.draw.uid
         if isinstance(outcome, Dropped):
             raise RunError(
                 f"replay: row {uid} was trained on in the recorded run but is dropped now: {outcome.message}"

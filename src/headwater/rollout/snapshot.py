@@ -92,7 +92,7 @@ class Books:
 def _dispatch_to_json(dispatch: Dispatch) -> dict[str, int]:
     draw = dispatch.draw
     if draw.index < 0:
-        raise RunError(f"row {draw.prompt.uid}: was not drawn from a dataset, so a checkpoint cannot restore it")
+        raise RunError(f"row {draw.uid}: was not drawn from a dataset, so a checkpoint cannot restore it")
     return {"id": dispatch.id, "index": draw.index, "epoch": draw.epoch, "attempt": dispatch.attempt}
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from headwater.core.errors import HeadwaterError
+from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.records import Prompt
 from headwater.core.requests import derive_key
 from headwater.data.digest import check_same, digests_of, from_text, to_text
 from headwater.data.load import DigestedDataset, MixedDataset, PromptDataset
 from headwater.data.rlhf_dataset import RLHFDataset, is_read_by_threads
 from headwater.data.sampler import Draw, MixingSampler, Sampler, ShufflingSampler
-from headwater.rollout.group import PromptDraw, RolloutBatch
+from headwater.rollout.group import PromptDraw, RolloutBatch, UnreadableRow
 from headwater.rollout.ledger import Ledger, LedgerCounts
 from headwater.rollout.snapshot import Books, RolloutSnapshot
 
@@ -49,8 +50,10 @@ class PromptStream:
     """The endless stream of training prompts, in the order of the sampler. Its state has the sampler's, and digests of
     the rows."""
 
-    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool) -> None:
+    def __init__(self, dataset: PromptDataset, seed: int, shuffle: bool, *, gives_unreadable: bool = False) -> None:
+        """``gives_unreadable``: a row that cannot be read is drawn as an ``UnreadableRow``, and is no error here."""
         self._dataset = dataset
+        self._gives_unreadable = gives_unreadable
         self._seed = seed
         self._parts = dataset.parts if isinstance(dataset, MixedDataset) else ()
         self._mixing = MixingSampler(self._parts, seed, shuffle) if any(part.weight for part in self._parts) else None
@@ -58,18 +61,38 @@ class PromptStream:
         self._digests = self._state_of_rows()
         self._prepared: dict[int, Prompt] = {}
         """Prompts that are built already, by their rows. Only a cache: a resumed run builds them again."""
+        self._unreadable: dict[int, DataError] = {}
+        """Why rows that were read ahead cannot be built, until they are taken."""
         self._reading: dict[int, asyncio.Task[None]] = {}
         """Prompts with images or videos that are being built by other threads, by their rows."""
         self._reads_all: asyncio.Task[int] | None = None
+        self._waited_s = self._told_s = 0.0
+        """For how long groups have waited for the images and videos of their prompts, and how much of it ``metrics``
+        has told."""
 
     def take(self, count: int) -> list[PromptDraw]:
         return [self.again(draw.index, draw.epoch) for draw in self._sampler.take(count)]
 
     def again(self, index: int, epoch: int) -> PromptDraw:
         """Repeat an earlier draw: the same prompt with the same randomness."""
-        prompt = self._prepared.pop(index, None) or self._dataset[index]
+        row = self._prepared.pop(index, None) or self._built(index)
         # The epoch is part of the key, so that a prompt gets new responses in every epoch.
-        return PromptDraw(prompt, derive_key(self._seed, "rollout", epoch, prompt.uid), index, epoch)
+        return PromptDraw(row, derive_key(self._seed, "rollout", epoch, row.uid), index, epoch)
+
+    def _built(self, index: int) -> Prompt | UnreadableRow:
+        try:
+            # Not read again: that could take long, and all episodes would wait for it.
+            if (error := self._unreadable.pop(index, None)) is not None:
+                raise error
+            return self._dataset[index]
+        except DataError as error:
+            if not self._gives_unreadable:
+                raise
+            return UnreadableRow(self._uid(index), error)
+
+    def _uid(self, index: int) -> str:
+        """The uid of a row that cannot be read. A custom class cannot tell it."""
+        return self._dataset.uid(index) if type(self._dataset) is RLHFDataset else f"row {index}"
 
     def prepare(self, count: int) -> None:
         """Build the next ``count`` prompts. The position in the stream does not change.
@@ -79,7 +102,7 @@ class PromptStream:
         if type(self._dataset) is not RLHFDataset:
             return
         if is_read_by_threads(self._dataset):
-            self._reads_all = asyncio.ensure_future(self.read_ahead(count, at_least=count))
+            self._reads_all = asyncio.ensure_future(self._read_next(count, at_least=count))
             return
         self._prepared = {}
         for draw in self._sampler.peek(count):
@@ -96,35 +119,55 @@ class PromptStream:
         """
         if not is_read_by_threads(self._dataset):
             return count
+        began = time.monotonic()
+        try:
+            return await self._read_next(count, at_least)
+        finally:
+            self._waited_s += time.monotonic() - began
+
+    async def _read_next(self, count: int, at_least: int) -> int:
         draws, num_read = self._sampler.peek(count), 0
         while num_read < min(count, at_least):
             await self._read(draws[num_read : num_read + _READ_TOGETHER])
             num_read += _READ_TOGETHER
-        built = itertools.takewhile(lambda draw: draw.index in self._prepared, draws)
+        built = itertools.takewhile(lambda draw: self._has_read(draw.index), draws)
         return max(len(list(built)), min(count, num_read))
 
     async def _read(self, draws: Sequence[Draw]) -> None:
         """Build those of the prompts that are not built yet, together."""
         for draw in draws:
-            if draw.index not in self._prepared and draw.index not in self._reading:
+            if not self._has_read(draw.index) and draw.index not in self._reading:
                 self._reading[draw.index] = asyncio.ensure_future(self._read_one(draw.index))
         if tasks := [self._reading[draw.index] for draw in draws if draw.index in self._reading]:
             await asyncio.wait(tasks)
 
+    def _has_read(self, index: int) -> bool:
+        return index in self._prepared or index in self._unreadable
+
     async def _read_one(self, index: int) -> None:
         try:
             self._prepared[index] = await asyncio.to_thread(self._dataset.__getitem__, index)
-        except Exception:  # ``take`` raises it, if the run gets that far
+        except DataError as error:  # ``take`` says so, if the run gets that far
+            self._unreadable[index] = error
+        except Exception:  # ``take`` raises it
             logger.debug("row %d cannot be read ahead", index, exc_info=True)
         finally:
             del self._reading[index]
 
     def metrics(self, prompts: Iterable[Prompt]) -> dict[str, float]:
-        """If there are several sources, the prompts of a step from each of them, and with weights all draws so far."""
+        """How long groups waited for the images and videos of their prompts since the last call, if a prompt has any.
+
+        If there are several sources, also the prompts of a step from each of them, and with weights all draws so far.
+        """
+        prompts, metrics = list(prompts), dict[str, float]()
+        if any(prompt.media for prompt in prompts):
+            waited_s = self._waited_s
+            metrics["time/media_wait_s"] = waited_s - self._told_s
+            self._told_s = waited_s
         if len(self._parts) < 2:
-            return {}
+            return metrics
         counts = Counter(prompt.source for prompt in prompts)
-        metrics: dict[str, float] = {f"data/{part.name}/prompts": counts[part.name] for part in self._parts}
+        metrics |= {f"data/{part.name}/prompts": counts[part.name] for part in self._parts}
         if self._mixing is not None:
             for part, drawn, epoch in zip(self._parts, self._mixing.counts, self._mixing.epochs, strict=True):
                 metrics |= {f"data/{part.name}/drawn": drawn, f"data/{part.name}/epoch": epoch}
@@ -136,7 +179,7 @@ class PromptStream:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a position. Raise an error if its rows were others."""
         self._sampler.load_state_dict(state)
-        self._prepared = {}
+        self._prepared, self._unreadable = {}, {}
         if _DIGESTS in state:
             self._check_rows(state[_DIGESTS])
         elif self._digests:

@@ -28,6 +28,10 @@ COUNTERS = frozenset(
         "num_finished",
         "num_aborted",
         "num_failed",
+        "num_media_computed",
+        "num_media_cached",
+        "media_tower_s",
+        "media_wait_s",
     }
 )
 """Metrics that only increase. All others are gauges."""

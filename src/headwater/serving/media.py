@@ -11,15 +11,8 @@ from typing import Any
 from headwater.chat.render import Message
 from headwater.core.errors import DataError
 from headwater.core.media import Media, MediaContent
-from headwater.data.media import (
-    KINDS,
-    PROCESSOR_ERRORS,
-    MediaSettings,
-    load_image,
-    load_video,
-    take_inline_media,
-    unwrapped,
-)
+from headwater.data.media import PROCESSOR_ERRORS, MediaSettings, load_image, load_video, unwrapped
+from headwater.data.media_parts import KINDS, take_inline_media
 from headwater.data.message_media import has_media, load_message_media, take_message_media
 from headwater.data.pictures import check_size
 from headwater.serving.errors import ApiError

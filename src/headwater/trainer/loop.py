@@ -80,7 +80,12 @@ class Trainer:
         self._learner = training.learner
         self._run = run
         self._display = display
-        self._stream = PromptStream(training.train_data, config.run.seed, config.data.shuffle)
+        self._stream = PromptStream(
+            training.train_data,
+            config.run.seed,
+            config.data.shuffle,
+            gives_unreadable=config.rollout.on_failure == "drop",
+        )
         self._checkpoints = Checkpoints.of(config.trainer, run)
         self._periods = Periods(config, len(training.train_data))
         self._best = BestStep(config.trainer.best_metric, config.trainer.best_mode)

@@ -76,6 +76,7 @@ def step_metrics(
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         **length_metrics(trajectories, facts.max_prompt_tokens),
+        **media_metrics(trajectories),
         # A group whose samples all have the same reward has no advantage, so nothing is learned from it.
         "groups/informative_fraction": informative / len(batch.groups),
         "groups/dropped": sum(count for kind, count in drops.items() if kind.is_failure),
@@ -111,6 +112,27 @@ def length_metrics(trajectories: Sequence[Trajectory], max_prompt_tokens: int) -
         "prompt_length/max": int(prompts.max()),
         "prompt_length/clip_ratio": float((prompts >= max_prompt_tokens).mean()),
         "stopped_fraction": ends["stop"] / len(trajectories),
+    }
+
+
+def media_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The images and videos of a step, each counted once, and the tokens that stand for them. Empty without any."""
+    if not any(each.media for each in trajectories):
+        return {}
+    kinds = Counter({item.content.digest: item.content.kind for each in trajectories for item in each.media}.values())
+    of_prompts, of_responses = [], []
+    for each in trajectories:
+        in_prompt = sum(item.num_tokens for item in each.media if item.blocks[0].start < each.prompt_length)
+        of_prompts.append(in_prompt)
+        of_responses.append(sum(item.num_tokens for item in each.media) - in_prompt)
+    return {
+        **{f"media/{kind}s": count for kind, count in sorted(kinds.items())},
+        **{
+            f"media/{name}_tokens_{statistic}": compute(counts)
+            for name, counts in (("prompt", of_prompts), ("response", of_responses))
+            if any(counts)
+            for statistic, compute in (("mean", statistics.fmean), ("max", max))
+        },
     }
 
 
@@ -247,6 +269,10 @@ _COUNTERS = {
     "preempted": "num_preempted",
     "aborted": "num_aborted",
     "failed": "num_failed",
+    "media_computed": "num_media_computed",
+    "media_cached": "num_media_cached",
+    "media_tower_s": "media_tower_s",
+    "media_wait_s": "media_wait_s",
 }
 """Metrics that count since the step before, and the names of the engine's counters."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from headwater.config.schema import Config
 from headwater.core.capabilities import Capabilities
 from headwater.core.errors import ConfigError
 from headwater.core.protocols import EngineLimits, InferenceEngine
 from headwater.core.records import Prompt
 from headwater.core.registry import is_path
-from headwater.data.load import PromptDataset
+from headwater.data.load import PromptDataset, readable_prompts
 
-_NUM_MEDIA_ROWS = 100
-"""How many rows are searched for images and videos before a run, if the engine cannot take them."""
+_NUM_FIRST_ROWS = 100
+"""How many rows are searched before a run: for images and videos if the engine cannot take them, and for a row that can
+be read."""
 
 
 def check_media(config: Config, can: Capabilities, dataset: PromptDataset, key: str) -> None:
@@ -19,8 +22,14 @@ def check_media(config: Config, can: Capabilities, dataset: PromptDataset, key: 
     if (can.media and can.videos) or is_path(config.rollout.workflow):
         return
     # Not only the first row: datasets may be mixed.
-    for number in range(min(len(dataset), _NUM_MEDIA_ROWS)):
-        _check_media_of(config, can, dataset[number], key)
+    for prompt in first_prompts(config, dataset, key):
+        _check_media_of(config, can, prompt, key)
+
+
+def first_prompts(config: Config, dataset: PromptDataset, key: str) -> Iterator[Prompt]:
+    """The first rows, without those that a run would drop because they cannot be read."""
+    is_dropped = key == "data.train" and config.rollout.on_failure == "drop"
+    return readable_prompts(dataset, range(min(len(dataset), _NUM_FIRST_ROWS)), skips_unreadable=is_dropped)
 
 
 def _check_media_of(config: Config, can: Capabilities, prompt: Prompt, key: str) -> None:

@@ -39,7 +39,7 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.tools.toolbox import MakesTools, Toolbox
-from headwater.trainer.request_checks import check_media, check_requests_fit, check_stop_tokens
+from headwater.trainer.request_checks import check_media, check_requests_fit, check_stop_tokens, first_prompts
 from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
@@ -87,8 +87,7 @@ class RolloutParts:
 
         Otherwise a run would find out at its first rollout.
         """
-        first = dataset[0]
-        self.check_prompt(first)
+        self.check_prompt(next(first_prompts(config, dataset, key)))
         check_media(config, self.engine.capabilities, dataset, key)
         longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
         key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens

@@ -297,7 +297,8 @@ class Episode:
         """
         if self.context.processor is None or not has_media(messages):
             return list(messages)
-        return await asyncio.to_thread(self._load_media, messages, "read_media() was given")
+        with self.doing("reading images or videos", "reading_media"):
+            return await asyncio.to_thread(self._load_media, messages, "read_media() was given")
 
     async def score(self) -> Score:
         """Score the episode so far with the run's reward manager."""

@@ -31,7 +31,7 @@ from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import StreamTurns
 from headwater.backends.remote.link import STREAM_INTERVAL, Garbage, LinkLost, Overloaded, Sending, Span
 from headwater.backends.sglang.engine import SglangEngine, command
-from headwater.backends.sglang.http import DIALECTS, dialect_of, read_answer, read_info, write_request
+from headwater.backends.sglang.wire import DIALECTS, dialect_of, read_answer, read_info, write_request
 from headwater.cli.route import find_model
 from headwater.config.load import load_config
 from headwater.core.errors import (

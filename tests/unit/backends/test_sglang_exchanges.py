@@ -16,7 +16,7 @@ from backends.sglang_exchanges.conversation import NUM_TOKENS, same_every_time, 
 from player import serving
 
 from headwater.backends.sglang import http as http_module
-from headwater.backends.sglang.http import dialect_of, write_request
+from headwater.backends.sglang.wire import dialect_of, write_request
 from headwater.core.errors import RequestError
 
 FILES = sorted((Path(__file__).parent / "sglang_exchanges").glob("*.jsonl"))

@@ -4,7 +4,7 @@ import pytest
 
 from headwater.config.schema import DataConfig
 from headwater.core.errors import DataError, UnknownName
-from headwater.data.load import load_dataset
+from headwater.data.load import load_dataset, readable_prompts
 from headwater.data.rlhf_dataset import RLHFDataset
 
 USER_DATASET = """
@@ -105,3 +105,14 @@ def test_bad_custom_class(tokenizer, user_file, name, message):
 def test_missing_custom_class(tokenizer, user_file):
     with pytest.raises(UnknownName, match="has no 'Mime'; did you mean 'Mine'"):
         load_dataset(DataConfig(dataset=f"{user_file}:Mime"), tokenizer, "train", 0)
+
+
+def test_rows_that_stand_for_others_may_be_unreadable(tokenizer):
+    rows = [{"prompt": "a"}, {"prompt": 7}, {"prompt": "c"}, {"prompt": 8}]
+    dataset = RLHFDataset([rows], DataConfig(truncation="left"), tokenizer)
+    found = readable_prompts(dataset, range(4), skips_unreadable=True)
+    assert [prompt.uid for prompt in found] == [dataset.uid(0), dataset.uid(2)]
+    with pytest.raises(DataError, match="row 1"):
+        list(readable_prompts(dataset, range(4), skips_unreadable=False))
+    with pytest.raises(DataError, match="row 1"):
+        list(readable_prompts(dataset, [1, 3], skips_unreadable=True))

@@ -227,3 +227,19 @@ def test_a_server_reads_no_files(tmp_path):
             DataError, match=r"here: .*a.png' is not read from the disk of this machine; send a data URL"
         ):
             load_image(value, "here", None, MediaSettings(allow_files=False))
+
+
+def test_a_file_that_vanishes_while_it_is_looked_at_is_an_error_of_its_row(tmp_path, monkeypatch):
+    """A run on a network file system meets this between any two calls."""
+    path = tmp_path / "cat.png"
+    path.write_bytes(b"")
+    monkeypatch.setattr(media, "find_source", lambda *_: (path.unlink(missing_ok=True), path)[1])
+    for cache in (None, media_cache()):
+        with pytest.raises(DataError, match=r"row 3: images\[0\]: .*cat.png cannot be read .*; check the file"):
+            load_image(str(path), "row 3: images[0]", None, cache=cache)
+
+
+def test_bytes_of_no_image_are_described_in_the_same_words_every_time():
+    """The message is part of the ledger, and that of a resumed run must not differ."""
+    with pytest.raises(DataError, match=r"not a readable image \(none of the formats PNG, JPEG"):
+        load_image(b"no picture", "row 3", None)

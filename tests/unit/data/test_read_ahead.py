@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import threading
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -15,6 +18,7 @@ from headwater.core.errors import DataError
 from headwater.data import prompt_builder
 from headwater.data.load import prompts_of
 from headwater.data.rlhf_dataset import RLHFDataset
+from headwater.rollout.group import PromptDraw, UnreadableRow
 from headwater.rollout.source import _READ_TOGETHER, PromptStream
 
 LIMIT_S = 60.0
@@ -33,9 +37,10 @@ def rows(num_rows: int = NUM_ROWS) -> list[dict]:
 
 @pytest.fixture
 def stream(tokenizer, processor):
-    def make(source: list[dict]) -> PromptStream:
+    def make(source: list[dict], **options: bool) -> PromptStream:
         config = DataConfig(truncation="left")  # "filter" would read all pictures at the start
-        return PromptStream(RLHFDataset([source], config, tokenizer, processor=processor), seed=3, shuffle=True)
+        dataset = RLHFDataset([source], config, tokenizer, processor=processor)
+        return PromptStream(dataset, seed=3, shuffle=True, **options)
 
     return make
 
@@ -87,6 +92,28 @@ def test_what_was_prepared_may_be_taken_at_once(stream):
     assert asyncio.run(prepare()) == NUM_ROWS
 
 
+def test_the_time_that_groups_waited_for_pictures_is_a_metric(stream, tokenizer, monkeypatch):
+    """Reading while nothing waits is no wait, and a step without pictures has no such metric."""
+    ticks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(ticks))  # every look is a second
+    monkeypatch.setattr("headwater.rollout.source.time", clock)
+    prompts = stream(rows())
+
+    async def take_all() -> list[dict]:
+        prompts.prepare(20)
+        assert prompts._reads_all is not None
+        await prompts._reads_all
+        taken = prompts.take(20)
+        told = [prompts.metrics(each.prompt for each in taken)]
+        for _ in range(2):
+            taken = prompts.take(await prompts.read_ahead(10, at_least=1))
+        return [*told, *(prompts.metrics(each.prompt for each in taken) for _ in range(2))]
+
+    assert asyncio.run(take_all()) == [{"time/media_wait_s": waited_s} for waited_s in (0, 2, 0)]
+    text = PromptStream(RLHFDataset([[{"prompt": "a"}, {"prompt": "b"}]], DataConfig(), tokenizer), 3, shuffle=True)
+    assert text.metrics(each.prompt for each in text.take(2)) == {}
+
+
 def test_a_picture_that_cannot_be_read_is_an_error_when_its_prompt_is_taken(stream):
     broken = rows()
     broken[7]["images"] = [b"no picture"]
@@ -98,6 +125,47 @@ def test_a_picture_that_cannot_be_read_is_an_error_when_its_prompt_is_taken(stre
 
     with pytest.raises(DataError, match=r"row 7: images\[0\]"):
         asyncio.run(take_all())
+
+
+def test_rows_that_cannot_be_read_are_given_with_their_errors_in_the_order_of_the_stream(stream, tmp_path, monkeypatch):
+    sources = [{"prompt": "<image>?", "images": [str(tmp_path / f"{number}.png")]} for number in range(NUM_ROWS)]
+    for number in range(NUM_ROWS):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    whole = stream(sources).take(2 * NUM_ROWS)
+    (tmp_path / "7.png").unlink()
+    (tmp_path / "11.png").write_bytes(b"no picture")
+    tries: Counter[str] = Counter()
+    load = prompt_builder.load_image
+
+    def count(value, *rest):
+        tries[Path(value).name] += 1
+        return load(value, *rest)
+
+    monkeypatch.setattr(prompt_builder, "load_image", count)
+    prompts = stream(sources, gives_unreadable=True)
+
+    async def take(num_rows: int) -> list[PromptDraw]:
+        taken: list[PromptDraw] = []
+        while len(taken) < num_rows:
+            taken += prompts.take(await prompts.read_ahead(num_rows - len(taken), at_least=1))
+        return taken
+
+    taken = asyncio.run(take(NUM_ROWS))
+    places = [(draw.index, draw.epoch, draw.uid, draw.rng_key) for draw in whole]
+    assert [(draw.index, draw.epoch, draw.uid, draw.rng_key) for draw in taken] == places[:NUM_ROWS]
+    broken = {draw.index: draw.row for draw in taken if isinstance(draw.row, UnreadableRow)}
+    assert set(broken) == {7, 11}
+    assert "row 7: images[0]: no such file" in str(broken[7].error)
+    assert "row 11: images[0]: not a readable image" in str(broken[11].error)
+    assert (tries["7.png"], tries["11.png"]) == (1, 1), "a thread has read it, and the event loop does not again"
+    with pytest.raises(DataError, match="row 7"):
+        _ = taken[next(at for at, draw in enumerate(taken) if draw.index == 7)].prompt
+    for number in (7, 11):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
+    assert asyncio.run(take(NUM_ROWS)) == whole[NUM_ROWS:], "in the next epoch, the files are back"
+    assert [draw.row for draw in stream(sources, gives_unreadable=True).take(NUM_ROWS)] == [
+        draw.row for draw in whole[:NUM_ROWS]
+    ]
 
 
 def test_rows_of_an_evaluation_are_read_by_threads_in_order(tokenizer, processor, tmp_path: Path, monkeypatch):

@@ -117,6 +117,26 @@ def test_the_tower_runs_once_per_picture(name, tower_calls):
 
 
 @pytest.mark.parametrize("name", EACH)
+def test_the_status_counts_what_the_tower_did(name):
+    with running(name, prefix_cache=False) as engine:
+        engine.generate([asking(name, [])])
+        assert not [key for key in engine.status().metrics if "media" in key], (
+            "nothing is told of images before one came"
+        )
+        engine.generate([asking(name, [ONE, WIDE])])
+        first = engine.status().metrics
+        engine.generate([asking(name, [WIDE], text="And this?")])
+        second = engine.status().metrics
+        engine.update_weights(weights(name, 1, 1), "interrupt")
+        engine.generate([asking(name, [WIDE])])
+        third = engine.status().metrics
+    counts = [(each["num_media_computed"], each["num_media_cached"]) for each in (first, second, third)]
+    assert counts == [(2, 0), (2, 1), (3, 1)]
+    assert 0 < first["media_tower_s"] == second["media_tower_s"] < third["media_tower_s"]
+    assert third["media_wait_s"] >= first["media_wait_s"] > 0
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_an_update_replaces_the_weights_of_the_tower_too(name, tower_calls):
     asked = [asking(name, [ONE], key, max_new_tokens=24) for key in range(3)]
     changed, other = (dict(reference(name, seed).named_parameters()) for seed in (0, 1))

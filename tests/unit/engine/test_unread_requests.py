@@ -56,6 +56,28 @@ def test_those_that_were_read_wait_for_the_others(monkeypatch):
     assert not unread.is_due
 
 
+def test_how_long_requests_waited(monkeypatch):
+    clock, unread = Clock(monkeypatch), UnreadRequests(enough_tokens=10**6)
+    ((first,), tell_first), ((second,), tell_second) = sequence(0), sequence(1)
+    clock.now += 5
+    assert unread.waited_s == 0
+    unread.add(first)
+    clock.now += 2
+    unread.add(second)
+    clock.now += 1
+    assert unread.waited_s == 3, "both wait at the same time"
+    tell_first()
+    tell_second()
+    assert list(unread.take_read()) == [first, second]
+    clock.now += 10
+    assert unread.waited_s == 3
+    ((third,), _) = sequence(2)
+    unread.add(third)
+    clock.now += 4
+    assert unread.take_out(lambda _: True) == [third]
+    assert unread.waited_s == 7
+
+
 def test_they_wait_for_a_short_time_only(monkeypatch):
     clock, unread = Clock(monkeypatch), UnreadRequests(enough_tokens=10**6)
     (slow, _), (fast, tell) = sequence(1), sequence(2)
@@ -141,7 +163,9 @@ def test_the_tower_computes_what_was_read_while_the_rest_is_being_read(monkeypat
         assert not batches
         go_on.set()
         caller.join(LIMIT_S)
+        told = engine.status().metrics
     assert calls == [each.media[0].content.digest for each in (early, late)]
+    assert (told["num_media_computed"], told["num_media_cached"]) == (2, 0), "what is computed early is used, not found"
     assert batches == [[len(each.input_tokens) for each in (early, late)]], "both prompts in one batch"
     for asked, response in zip((early, late), answers, strict=True):
         assert response.output_logprobs == pytest.approx(full_pass(NAME, asked, response), abs=1e-4)

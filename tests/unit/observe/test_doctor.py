@@ -341,7 +341,12 @@ def test_a_wait_for_a_batch_whose_groups_are_all_in_rewards_blames_the_reward(ru
     write_status(run, waits=[a_wait()], oldest=[a_group(1), a_group(2)], capacity=0)
     assert hints(examine(run)) + problems(examine(run)) == ["batch: MainThread has waited 16 min 40 s"]
     assert "wait for a reward or a tool, not for the engine" in remedy(examine(run), "long_wait")
-    for stage, blamed in {"scoring": "wait for a reward, not", "calling_tools": "raise tools.max_concurrent"}.items():
+    blamed_for = {
+        "scoring": "wait for a reward, not",
+        "calling_tools": "raise tools.max_concurrent",
+        "reading_media": "make the files smaller",
+    }
+    for stage, blamed in blamed_for.items():
         write_status(run, waits=[a_wait()], oldest=[a_group(1, **{stage: 2})], capacity=0)
         assert blamed in remedy(examine(run), "long_wait")
     write_status(run, waits=[a_wait()], oldest=[a_group(1), a_group(2, working=1, generating=5)], capacity=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,15 @@ from rollout.held_engine import HeldEngine
 
 import headwater.rollout.flight as flight_module
 from headwater.config.schema import RewardConfig
-from headwater.core.errors import HeadwaterError, RewardFailed, RolloutFailed
+from headwater.core.errors import DataError, HeadwaterError, RewardFailed, RolloutFailed
 from headwater.core.records import Answer, DropKind
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.observe.spans import Spans
 from headwater.rewards.managers.naive import NaiveRewardManager
+from headwater.rollout.flight import Dispatch
+from headwater.rollout.group import UnreadableRow
 from headwater.rollout.ledger import LedgerCounts
+from headwater.rollout.snapshot import RolloutSnapshot
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +210,70 @@ def test_an_error_of_the_data_reaches_the_learner():
         with pytest.raises(HeadwaterError, match="row 7"):
             executor.prepare_batch(Broken())
         assert counts(executor) == LedgerCounts(0, 0, 0, buffered=0, in_flight=0)
+
+
+class WithHoles(Rows):
+    """Rows of which those with these numbers cannot be read."""
+
+    def __init__(self, holes: Container[int]) -> None:
+        super().__init__()
+        self.holes = holes
+
+    def take(self, count):
+        return [self.again(draw.index, draw.epoch) for draw in super().take(count)]
+
+    def again(self, index, epoch):
+        draw = super().again(index, epoch)
+        error = DataError(f"rows.parquet: row {index}: images[0]: no such file")
+        return replace(draw, row=UnreadableRow(draw.uid, error)) if index in self.holes else draw
+
+
+def test_a_row_that_cannot_be_read_is_dropped_and_another_one_takes_its_place(in_waves):
+    rows, version = WithHoles({1, 4}), 0
+    workflow = Scripted(lambda data: ok(data, version=version))
+    with executor_of(workflow, on_failure="drop", in_waves=in_waves, max_retries=2) as executor:
+        batch = executor.prepare_batch(rows)
+        assert uids(batch) == ["row0", "row2", "row3"]
+        assert [(each.uid, each.kind, each.message) for each in batch.dropped] == [
+            ("row1", DropKind.UNREADABLE_ROW, "rows.parquet: row 1: images[0]: no such file")
+        ]
+        books = executor.close_books(dict)
+        assert (books.counts.dropped, books.drops) == (1, {"unreadable_row": 1})
+        assert books.ended["dropped"][0]["uid"] == "row1"
+        executor.trained(1, str)
+        version = 1
+        executor.set_version(version)
+        assert uids(executor.prepare_batch(rows)) == ["row5", "row6", "row7"]
+        assert counts(executor).dropped == 2
+
+
+def test_a_row_that_cannot_be_read_stops_the_run_unless_failures_are_dropped(in_waves):
+    refused = pytest.raises(DataError, match=r"row 1: images\[0\]")
+    with executor_of(Scripted(ok), in_waves=in_waves) as executor, refused:
+        executor.prepare_batch(WithHoles({1}))
+
+
+def test_a_run_none_of_whose_rows_can_be_read_stops_with_the_first_causes(in_waves):
+    rows = WithHoles(range(10**6))
+    with executor_of(Scripted(ok), on_failure="drop", in_waves=in_waves) as executor:
+        with pytest.raises(RolloutFailed, match=r"fix the data.*:\n  - row[012]: rows.parquet: row .*no such file"):
+            executor.prepare_batch(rows)
+        assert rows.next == 6, "two batches' worth"
+        assert counts(executor) == LedgerCounts(6, 0, 6, buffered=0, in_flight=0)
+
+
+def test_a_row_that_could_not_be_read_is_drawn_again_after_a_restart():
+    """Whether it is in flight when the checkpoint is written is a matter of time."""
+    waiting = Dispatch(0, WithHoles({0}).again(0, 0))
+    snapshot = RolloutSnapshot({}, {"next_id": 1, "trained": 0, "drops": {}}, in_flight=(waiting,))
+    for holes, uid in ((), "row0"), ({0}, "row1"):
+        read = RolloutSnapshot.from_json(snapshot.to_json(), WithHoles(holes).again)
+        rows = Rows()
+        rows.next = 1
+        with executor_of(Scripted(ok), on_failure="drop", in_waves=False, batch_size=1) as executor:
+            executor.restore(read, 0)
+            assert uids(executor.prepare_batch(rows)) == [uid]
+            executor.check_ledger()
 
 
 def test_an_engine_that_cannot_be_held_reaches_the_learner():

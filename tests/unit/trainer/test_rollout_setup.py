@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError
+from headwater.core.errors import ConfigError, DataError
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.rollout.source import PromptStream
 from headwater.rollout.staleness import Admission
@@ -94,6 +94,24 @@ class Rows(list):
 class MeasuredRows(Rows):
     longest_prompt = 12
     num_filtered = 3
+
+
+def test_the_first_rows_may_be_unreadable_if_the_run_drops_them(rollout):
+    class Holed(MeasuredRows):
+        def __getitem__(self, index):
+            if index == 0:
+                raise DataError("row 0: images[0]: no such file")
+            return super().__getitem__(index)
+
+    parts = rollout()
+    rows = Holed([parts.eval_data[0]] * 2)
+    stops, drops = (
+        load_config("quickstart", [*SMALL, f"rollout.on_failure={each}"]).config for each in ("stop", "drop")
+    )
+    parts.check_prompts(drops, rows, "data.train")
+    for config, key in ((stops, "data.train"), (drops, "data.eval")):
+        with pytest.raises(DataError, match="row 0"):
+            parts.check_prompts(config, rows, key)
 
 
 def test_a_custom_dataset_may_tell_its_longest_prompt_and_what_it_left_out(rollout):

@@ -21,11 +21,20 @@ from headwater.config.load import load_config
 from headwater.core.capabilities import EngineStatus
 from headwater.core.errors import ConfigError
 from headwater.core.learner import ProfileOrder
+from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.models.flops import PassFlops, named_peak
 from headwater.observe.run_directory import RunDirectory
 from headwater.rollout.group import GroupTimes
 from headwater.trainer.loop import Trainer
-from headwater.trainer.metrics import EngineWatch, RunFacts, StageMemory, length_metrics, rate_metrics, time_metrics
+from headwater.trainer.metrics import (
+    EngineWatch,
+    RunFacts,
+    StageMemory,
+    length_metrics,
+    media_metrics,
+    rate_metrics,
+    time_metrics,
+)
 
 
 def a_trajectory(num_prompt: int, num_response: int, stop_reason: str = "stop"):
@@ -52,6 +61,24 @@ def test_lengths_and_the_shares_that_reached_their_limit():
     ratios = ("response_length/clip_ratio", "response_length/aborted_ratio", "prompt_length/clip_ratio")
     assert [metrics[name] for name in ratios] == [0.25, 0.25, 0.25]
     assert metrics["stopped_fraction"] == 0.5
+
+
+def shown(kind: str, name: str, start: int, length: int):
+    return PlacedMedia(MediaContent.of(kind, [name.encode()]), (MediaBlock(start, length),))
+
+
+def test_images_of_a_step_count_once_and_their_tokens_where_they_stand():
+    none, one, two, _ = TRAJECTORIES
+    assert media_metrics([none, one]) == {}
+    cat, dog, film = shown("image", "cat", 1, 3), shown("image", "dog", 4, 2), shown("video", "film", 5, 4)
+    in_prompt = [none, replace(one, media=(cat,)), replace(one, media=(cat, dog))]
+    assert media_metrics(in_prompt) == {
+        "media/images": 2, "media/prompt_tokens_mean": 8 / 3, "media/prompt_tokens_max": 5,
+    }  # fmt: skip
+    assert media_metrics([replace(two, media=(cat, film)), none]) == {
+        "media/images": 1, "media/videos": 1, "media/prompt_tokens_mean": 1.5, "media/prompt_tokens_max": 3,
+        "media/response_tokens_mean": 2, "media/response_tokens_max": 4,
+    }  # fmt: skip
 
 
 def test_rates_are_per_token_and_per_device():

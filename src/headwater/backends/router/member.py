@@ -233,7 +233,7 @@ def common_capabilities(every: Sequence[Capabilities]) -> Capabilities:
 
 def common_metrics(every: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of what servers measure: the sums of their counts, and the longest pause of the last weight update."""
-    names = {name for each in every for name in each if name.startswith(("num_", "kv_pages_"))}
+    names = {name for each in every for name in each if name.startswith(("num_", "kv_pages_", "media_"))}
     sums = {name: sum(each.get(name, 0) for each in every) for name in sorted(names - _OWN_COUNTS)}
     if shares := [each["kv_used"] for each in every if "kv_used" in each]:
         sums["kv_used"] = sum(shares) / len(shares)

@@ -18,7 +18,8 @@ from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.servers import LaunchedServer, child_command, must_release_memory
-from headwater.backends.sglang.http import NO_FEATURES, SglangLink
+from headwater.backends.sglang.http import SglangLink
+from headwater.backends.sglang.wire import NO_FEATURES
 from headwater.config.server_checks import chosen_transfer
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities, UpdateMode

@@ -16,7 +16,7 @@ from patience import long_enough
 
 from headwater.backends.router import roster
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
-from headwater.backends.router.member import Member
+from headwater.backends.router.member import Member, common_metrics
 from headwater.backends.router.updates import send_to_all
 from headwater.core.errors import (
     ConfigError,
@@ -684,3 +684,9 @@ def test_a_grammar_is_begun_again_on_a_server_that_cannot_continue_it():
 
         [response] = asyncio.run(interrupted(router, [asked], engines, kill))
         assert is_whole(asked, response)
+
+
+def test_what_servers_did_with_images_is_added_up():
+    told = [{"num_media_computed": 3, "media_tower_s": 0.5, "kv_used": 0.2}, {"kv_used": 0.4}]
+    assert common_metrics(told) == {"num_media_computed": 3, "media_tower_s": 0.5, "kv_used": pytest.approx(0.3)}
+    assert not [name for name in common_metrics(told[1:]) if "media" in name]
