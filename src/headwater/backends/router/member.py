@@ -13,6 +13,7 @@ from headwater.core.capabilities import Capabilities, EngineStatus, ServerStatus
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.protocols import EngineLimits, InferenceEngine
 from headwater.core.waits import start_in_thread
+from headwater.serving.control_routes import COUNTERS
 
 T = TypeVar("T")
 
@@ -47,11 +48,13 @@ class Member:
         self.can = server.engine.capabilities
         self.limits = server.engine.limits
         self.version = server.engine.get_version()
-        self.is_draining = False
+        self.is_draining = self.is_leaving = False
+        self.is_new = False
+        """It has joined others and has not taken weights yet, so it may turn out to be one that cannot."""
         self.updating = ""
         """Which weights it takes now, while other servers generate; empty if none."""
         self.is_restoring = False
-        """It is back, and is being told whether the router is paused or asleep."""
+        """It is new or back, and is being told whether the router is paused or asleep."""
         self.lost = ""
         """Why it cannot be reached, or empty."""
         self.has_failed = False
@@ -65,6 +68,8 @@ class Member:
         """Weight updates that have begun. A report from before the last one says nothing about its weights."""
         self.report = EngineStatus(self.version)
         """What it last told about itself."""
+        self.counted_before: Mapping[str, float] = {}
+        """Its counters when it joined, which are not part of what the router has done."""
         self._asked_at = self._lost_at = 0.0
         self._asked_updates = 0
         self._pending: Future[EngineStatus] | None = None
@@ -73,6 +78,11 @@ class Member:
     def is_open(self) -> bool:
         """Whether it may get requests."""
         return not (self.is_draining or self.is_restoring or self.updating or self.lost or self.stale)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it serves, or will after an update that is in progress, without anything from outside."""
+        return not (self.is_draining or self.is_restoring or self.lost or self.stale)
 
     @property
     def is_gone(self) -> bool:
@@ -96,7 +106,9 @@ class Member:
         if self.lost:
             return f"unreachable: {self.lost}"
         if self.is_restoring:
-            return "coming back"
+            return "joining" if self.is_new else "coming back"
+        if self.is_leaving:
+            return f"being removed, {num_open} requests left"
         if self.is_draining:
             return f"draining, {num_open} requests left" if num_open else "drained"
         if self.updating:
@@ -116,7 +128,17 @@ class Member:
             is_alive=not self.lost,
             num_restarts=self.report.num_restarts,
             state=self.state(num_open),
+            needs_weights=self.needs_weights,
         )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What it has measured for this router."""
+        told = dict(self.report.metrics)
+        for name in COUNTERS & told.keys():
+            before = self.counted_before.get(name, 0)
+            told[name] -= before if told[name] >= before else 0  # a process that was replaced counts from 0
+        return told
 
     def start(self, action: Callable[[], T], what: str) -> Future[T]:
         """Run a call that may block in a separate thread, so that a server that hangs holds up no other."""
