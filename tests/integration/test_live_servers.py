@@ -30,7 +30,7 @@ SHORT = [*CUT_DOWN, "eval.before=false", "eval.after=false", "rollout.max_stalen
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Running]]:
-    started = [Running().start() for _ in range(3)]
+    started = [Running("engine.deterministic=true").start() for _ in range(3)]
     try:
         yield [each.ready() for each in started]
     finally:
@@ -87,7 +87,7 @@ def measured(server: Running, name: str) -> float:
 
 
 def check_run(run: Path, num_steps: int) -> None:
-    """Every prompt is trained on once, no episode has gone back, and no token was too old or of another policy."""
+    """Every prompt is trained on once, no episode has gone back to older weights, and no token was too old."""
     records = RunDirectory.open(run).read_ledger()
     count = num_steps * 4
     assert records[-1]["counts"] == {"dispatched": count, "trained": count, "dropped": 0, "buffered": 0, "in_flight": 0}
@@ -98,9 +98,6 @@ def check_run(run: Path, num_steps: int) -> None:
             made = [version for version in row["versions"] if version >= 0]
             assert made == sorted(made), "an episode went back to older weights"
             assert step - 1 - min(made) <= 2
-    for each in metrics(run, "train"):
-        fresh = each.get("staleness/lag_0", 0) == 1
-        assert not fresh or each.get("logprob_gap/max", 0) < 0.05, "a server has generated with other weights"
 
 
 @pytest.mark.parametrize("ways", [
@@ -112,7 +109,7 @@ def check_run(run: Path, num_steps: int) -> None:
 def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
     first, second, third = servers
     run, go, num_steps = tmp_path / "quickstart", tmp_path / "go", 12
-    settings = [*SHORT, f"trainer.total_steps={num_steps}", f"run.root={tmp_path}", *ways]
+    settings = [*SHORT, f"trainer.total_steps={num_steps}", f"run.root={tmp_path}", "engine.deterministic=true", *ways]
     with training("train", "quickstart", *settings, *waits_for(go, run, 2), *named(first, second)) as process:
         until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
         before = measured(third, "num_tokens_generated")
@@ -124,7 +121,7 @@ def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
         go.touch()
         # It has the weights of a version, so all of its tokens have that version or a newer one.
         until(lambda: measured(third, "num_tokens_generated") > before, "it generates")
-        assert third.url in headwater("doctor", run).stdout
+        until(lambda: third.url in headwater("doctor", run).stdout, "the status is written every two seconds")
         change(run, "remove", first.url, "--move")
         until(lambda: [each["name"] for each in change(run)] == [second.url, third.url], "it is removed")
         change(run, "drain", second.url)
@@ -147,6 +144,9 @@ def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
     assert "is not running" in told.stderr
     with urllib.request.urlopen(f"{first.url}/health", timeout=LIMIT_S) as reply:
         assert reply.status == 200, "a server of others keeps running"
+    # Every token and log-prob is that of the version it is said to have, whichever server generated it.
+    told = headwater("replay", run)
+    assert f"The weights of all {num_steps} steps equal the recorded ones, bit for bit" in told.stdout, told.stderr
 
 
 @pytest.mark.parametrize("transfer", ["shared_memory", "collective"])

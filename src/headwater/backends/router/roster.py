@@ -20,7 +20,6 @@ from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, Serv
 from headwater.core.protocols import InferenceEngine
 from headwater.core.requests import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
-from headwater.serving.control_routes import COUNTERS
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +93,7 @@ class Roster:
             raise
         with self.lock:
             if joins:
-                told = member.report.metrics
-                member.counted_before = {name: told[name] for name in COUNTERS & told.keys()}
+                member.count_from_now()
             is_behind = member.version != self.published or member.report.needs_weights
             if self.published is not None and is_behind and num_updates == member.num_updates:
                 member.stale = member.stale or "it is new"
@@ -143,11 +141,9 @@ class Roster:
 
     def remove(self, member: Member) -> None:
         """Forget a server that was vacated."""
-        told = member.metrics
         with self.lock:
-            before = self.counted_by_removed
-            now = {name: before.get(name, 0) + told[name] for name in COUNTERS & told.keys()}
-            self.counted_by_removed = before | now
+            before, counted = self.counted_by_removed, member.counted
+            self.counted_by_removed = before | {name: before.get(name, 0) + counted[name] for name in counted}
             self._forget(member)
 
     def _forget(self, member: Member) -> None:
