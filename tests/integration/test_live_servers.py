@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,7 +15,16 @@ from typing import Any
 import forked
 import pyarrow.parquet as pq
 import pytest
-from command import CUT_DOWN, children, headwater, metrics, start_headwater
+from command import (
+    CUT_DOWN,
+    ON_TWO_RANKS,
+    ROOT,
+    children,
+    environment_of_ranks,
+    headwater,
+    metrics,
+    start_headwater,
+)
 from held import waits_for
 from running import Running
 
@@ -46,8 +56,8 @@ def until(condition: Callable[[], Any], what: str) -> Any:
     return answer
 
 
-def named(*servers: Running) -> list[str]:
-    return ["rollout.backend=native", f"rollout.servers=[{', '.join(each.url for each in servers)}]"]
+def named(*servers: Running, backend: str = "native") -> list[str]:
+    return [f"rollout.backend={backend}", f"rollout.servers=[{', '.join(each.url for each in servers)}]"]
 
 
 @contextmanager
@@ -147,6 +157,31 @@ def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
     # Every token and log-prob is that of the version it is said to have, whichever server generated it.
     told = headwater("replay", run)
     assert f"The weights of all {num_steps} steps equal the recorded ones, bit for bit" in told.stdout, told.stderr
+
+
+def test_a_server_of_another_kind_joins_a_run_on_two_ranks(servers, tmp_path):
+    """Over SGLang's calls, which ``headwater serve`` answers too. Rank 0 has the router."""
+    first, second, third = servers
+    run, go = tmp_path / "quickstart", tmp_path / "go"
+    settings = [*SHORT, "trainer.total_steps=6", f"run.root={tmp_path}", *waits_for(go, run, 2)]
+    command = ["-c", ON_TWO_RANKS, "train", "quickstart", *settings, *named(first, second, backend="sglang")]
+    process = forked.popen(
+        *command, cwd=ROOT, env=environment_of_ranks(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
+        before = measured(third, "num_tokens_generated")
+        change(run, "add", third.url)
+        until(lambda: state_of(run, third.url) == "serving", "it gets the newest weights")
+        change(run, "remove", second.url)
+        go.touch()
+        _, err = process.communicate(timeout=LIMIT_S)
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
+    assert json.loads((run / "status.json").read_text())["state"] == "finished", err[-3000:]
+    assert measured(third, "num_tokens_generated") > before
+    check_run(run, 6)
 
 
 @pytest.mark.parametrize("transfer", ["shared_memory", "collective"])
