@@ -97,12 +97,15 @@ def measured(server: Running, name: str) -> float:
 
 
 def check_run(run: Path, num_steps: int) -> None:
-    """Every prompt is trained on once, no episode has gone back to older weights, and no token was too old."""
+    """No group is lost or trained on twice, no episode has gone back to older weights, and no token was too old."""
     records = RunDirectory.open(run).read_ledger()
-    count = num_steps * 4
-    assert records[-1]["counts"] == {"dispatched": count, "trained": count, "dropped": 0, "buffered": 0, "in_flight": 0}
+    count, counts = num_steps * 4, records[-1]["counts"]
+    # On a busy machine a group may take so long that it is too old, and its prompt is drawn again.
+    dropped = [each["kind"] for record in records for each in record["dropped"]]
+    assert dropped == ["stale"] * counts["dropped"]
+    assert counts == {**counts, "dispatched": count + len(dropped), "trained": count, "buffered": 0, "in_flight": 0}
     trained = [group["id"] for record in records for group in record["trained"]]
-    assert sorted(trained) == list(range(count))
+    assert len(set(trained)) == len(trained) == count
     for step in range(1, num_steps + 1):
         for row in pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist():
             made = [version for version in row["versions"] if version >= 0]
