@@ -110,7 +110,8 @@ def check_run(run: Path, num_steps: int) -> None:
         for row in pq.read_table(run / "rollouts" / f"step_{step:06d}.parquet").to_pylist():
             made = [version for version in row["versions"] if version >= 0]
             assert made == sorted(made), "an episode went back to older weights"
-            assert step - 1 - min(made) <= 2
+    lags = [name for each in metrics(run, "train") for name, share in each.items() if "/lag_" in name and share]
+    assert {int(name.rpartition("_")[2]) for name in lags} <= {0, 1, 2}, "older tokens are masked"
 
 
 @pytest.mark.parametrize("ways", [
