@@ -342,6 +342,9 @@ def _fit(
             display.say(f"Note: {notice}")
         if not has_template(rollout.tokenizer):
             display.say("The model has no chat template: prompts are used as plain text")
+        if resuming and (changed := _changed_servers(run, config)):
+            display.say(changed)
+        stack.enter_context(rollout.open_calls(run, training.train_data))
         try:
             finished = trainer.fit()
             stack.close()
@@ -358,6 +361,24 @@ def _fit(
                 display.say(kept)
             raise
     return Ended(run, is_finished=finished)
+
+
+def _changed_servers(run: RunDirectory, config: Config) -> str:
+    """How the servers were changed while the part before ran, if this one begins without these changes."""
+    from headwater.observe.server_changes import Difference, read_changes
+
+    before = Difference.of(read_changes(run.servers_file))
+    named = [url.rstrip("/") for url in config.rollout.servers]
+    lost = Difference(
+        tuple(name for name in before.added if name not in named),
+        tuple(name for name in before.removed if name in named or not named),
+    )
+    if not lost:
+        return ""
+    return (
+        f"Servers were changed while {run.path} ran before: {lost}. It starts with those of its recipe again; "
+        f"`headwater servers {run.path}` lists and changes them"
+    )
 
 
 def _announce(run: RunDirectory, config: Config, display: Display) -> None:

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any
 
-from headwater.backends import BACKENDS, BackendContext, LaunchesServers, LoadsModels, engine_device
+from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, LaunchesServers, LoadsModels, engine_device
 from headwater.config.schema import Config
-from headwater.core.errors import ConfigError
+from headwater.config.server_checks import chosen_transfer, transfer_problem
+from headwater.core.errors import ConfigError, RolloutFailed
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import start_in_thread
 from headwater.models.device import resolve_device
 
+if TYPE_CHECKING:
+    from headwater.backends.router.engine import RoutedServer
+
 Start = Callable[[], InferenceEngine]
+
+_REACH_S = 10.0
+"""How long a server that is to join a run may take to answer for the first time."""
 
 
 def make_fleet(context: BackendContext) -> InferenceEngine:
@@ -52,8 +63,44 @@ def make_fleet(context: BackendContext) -> InferenceEngine:
     again = starts if rollout.servers or context.places else {}
     return RouterEngine(
         [RoutedServer(name, engine, connect=again.get(name)) for name, engine in zip(starts, engines, strict=True)],
-        RouterOptions(weight_folder=rollout.weight_folder, update_order=rollout.update_order),
+        RouterOptions(weight_folder=rollout.weight_folder, update_order=rollout.update_order, keeps_one=True),
     )
+
+
+def connect_server(context: BackendContext, url: str) -> RoutedServer:
+    """Connect to a running server that is to join the router of a run, with the checks of ``rollout.servers``."""
+    from headwater.backends.router.engine import RoutedServer
+
+    rollout = context.config.rollout
+    transfer = chosen_transfer(context.config) or "shared_memory"
+    alone = replace(context.config, rollout=replace(rollout, servers=(url,), weight_transfer=transfer))
+    if (problem := transfer_problem(alone, transfer)) is not None:
+        raise ConfigError([f"rollout.weight_transfer = {transfer}: {problem}, and resume the run with it"])
+    _reach(url)
+    backend = BACKENDS.resolve(rollout.backend)
+    if not hasattr(backend, "connect"):  # its servers are those of ``headwater serve``
+        from headwater.backends.native.engine import NativeEngine
+
+        backend = NativeEngine
+    connect = partial(backend.connect, url, replace(context, config=alone, is_one_of_many=True, places=()))
+    return RoutedServer(url, connect(), connect=connect)
+
+
+def _reach(url: str) -> None:
+    """Fail soon if nothing is there. A server of the recipe is waited for, because it may still be starting."""
+    key = os.environ.get(SERVER_KEY, "")
+    asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=_REACH_S).close()
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise RolloutFailed(
+                f"{url} refuses access ({error.code}): its key must be in {SERVER_KEY} of the environment in which the "
+                "run was started"
+            ) from error
+        # Other answers are judged by the backend.
+    except (OSError, ValueError, HTTPException) as error:
+        raise RolloutFailed(f"{url} cannot be reached: {error}; start it first, or correct the address") from error
 
 
 def devices_of_servers(config: Config) -> list[tuple[str, ...]]:

@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "write a run's model as a folder that transformers and vLLM load",
     "serve": "serve a model over HTTP with OpenAI's and SGLang's APIs",
     "route": "one address in front of several servers",
+    "servers": "list, add, drain or remove the servers of a run while it runs",
     "plan": "predict speed and the best division of GPUs, by simulating the scheduler",
     "recipes": "list the built-in recipes, or print one",
     "config": "show every setting of a recipe: its value, where it was set, and what it means",

@@ -101,6 +101,8 @@ class ServerStatus:
     num_restarts: int = 0
     state: str = "serving"
     """In words, for example ``serving``, ``draining`` or ``unreachable: connection refused``."""
+    needs_weights: bool = False
+    """It generates nothing until the newest weights are sent to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,10 @@ class TransferLost(WeightsError):
     """The engine's process ended during a weight update, which can be sent again to the process that replaces it."""
 
 
+class LeftOut(WeightsError):
+    """Servers did not take weights that others have already. They get no requests, and the others continue."""
+
+
 class BaseMissing(TransferLost):
     """Adapters alone were sent to an engine that does not have the weights they belong to. All weights must be sent."""
 
@@ -112,6 +116,10 @@ class ServerLost(RolloutFailed):
         super().__init__(message)
         self.partial = partial
         """What had arrived, with stop reason ``abort``; None if nothing had."""
+
+
+class ServerKept(RolloutFailed):
+    """A server cannot be drained, removed or used again now. Everything stays as it was."""
 
 
 class MemoryRefused(RolloutFailed):

@@ -170,7 +170,8 @@ def _of_engine(evidence: Evidence) -> Iterator[Finding]:
                 "problem",
                 f"server {server.name} generates nothing: {server.state}",
                 "start it again at the same address; it then gets the newest weights and its share of the requests. "
-                "The other servers continue meanwhile",
+                "The other servers continue meanwhile. If it will not come back: "
+                f"headwater servers {evidence.run.path} remove {server.name}",
             )
     restarts = evidence.status.engine_restarts if evidence.status else 0
     if restarts:

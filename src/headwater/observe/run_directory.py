@@ -45,7 +45,8 @@ class MetricsRecord:
 
 class RunDirectory:
     """``runs/<name>/``: config.yaml, run_id, metrics.jsonl, ledger.jsonl, status.json, writer.lock, reward.png,
-    tokens.parquet, the folders rollouts, eval, media and checkpoints, and trace.json if ``trainer.trace`` is set."""
+    tokens.parquet, the folders rollouts, eval, media and checkpoints, trace.json if ``trainer.trace`` is set, and
+    servers.sock and servers.jsonl if the run has several servers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,6 +147,16 @@ class RunDirectory:
         """Held by the process that writes this directory (``observe/run_lock.py``)."""
         return self.path / "writer.lock"
 
+    @property
+    def servers_socket(self) -> Path:
+        """Where ``headwater servers`` reaches a run that has several servers (``observe/run_socket.py``)."""
+        return self.path / "servers.sock"
+
+    @property
+    def servers_file(self) -> Path:
+        """How the servers were changed while the run ran (``observe/server_changes.py``)."""
+        return self.path / "servers.jsonl"
+
     def free_trace_file(self) -> Path:
         """``trace.json``, or a numbered name if an earlier part of the run has written one."""
         return self.free_file(".", "trace", ".json")
@@ -199,6 +210,9 @@ class RunDirectory:
 
     def append_ledger(self, record: Mapping[str, Any]) -> None:
         _append(self.ledger_file, record)
+
+    def append_server_change(self, record: Mapping[str, Any]) -> None:
+        _append(self.servers_file, record)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The valid records of the run. Records after the step from which the run was resumed are left out."""

@@ -63,6 +63,21 @@ class LockHolder:
         return f"process {self.pid} on {self.host} (since {since}, with arguments: {self.command})"
 
 
+def holder_of(path: Path) -> LockHolder | None:
+    """The process that holds a lock now; None if it has ended. One on another machine is believed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        holder = RunLock.read(descriptor)
+    finally:
+        os.close(descriptor)
+    if holder is None or (holder.boot == boot_id() and process_start(holder.pid) != holder.process_start):
+        return None
+    return holder
+
+
 class RunLock:
     """Held inside a ``with`` block. Entering raises ``RunError`` if another process, or this one, holds the lock."""
 
@@ -82,7 +97,7 @@ class RunLock:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._lock()
-            if (holder := self._read(self._descriptor)) != watched and holder is not None and holder.boot != boot_id():
+            if (holder := self.read(self._descriptor)) != watched and holder is not None and holder.boot != boot_id():
                 raise self._refusal(str(holder))  # it was faster
             content = json.dumps(asdict(LockHolder.here()), indent=1).encode()
             os.ftruncate(self._descriptor, 0)
@@ -112,7 +127,7 @@ class RunLock:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = self._read(self._descriptor)
+            holder = self.read(self._descriptor)
             if error.errno in _HELD_BY_ANOTHER:
                 raise self._refusal(str(holder or "another process")) from error
             # The file system has no locks. The touched file still keeps other machines out.
@@ -153,7 +168,7 @@ class RunLock:
         except FileNotFoundError:
             return None, 0.0
         try:
-            return self._read(descriptor), os.fstat(descriptor).st_mtime
+            return self.read(descriptor), os.fstat(descriptor).st_mtime
         finally:
             os.close(descriptor)
 
@@ -167,7 +182,7 @@ class RunLock:
             probe.unlink(missing_ok=True)
 
     @staticmethod
-    def _read(descriptor: int) -> LockHolder | None:
+    def read(descriptor: int) -> LockHolder | None:
         """The holder that the file states; None if it was released, or if the file is being written."""
         try:
             return LockHolder(**json.loads(os.pread(descriptor, 1 << 16, 0)))

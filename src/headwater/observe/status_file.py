@@ -332,6 +332,7 @@ def _server(content: Mapping[str, Any]) -> ServerStatus:
         is_alive=bool(content["is_alive"]),
         num_restarts=int(content["num_restarts"]),
         state=str(content["state"]),
+        needs_weights=bool(content.get("needs_weights", False)),
     )
 
 

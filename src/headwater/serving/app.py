@@ -21,6 +21,7 @@ from headwater.serving.fields import write_json
 from headwater.serving.native import routes as native_routes
 from headwater.serving.openai import routes as openai_routes
 from headwater.serving.options import ServerOptions
+from headwater.serving.reading import BODIES
 from headwater.serving.sglang import distributed as sglang_distributed
 from headwater.serving.sglang import routes as sglang_routes
 from headwater.serving.state import STATE, ServerState
@@ -43,6 +44,7 @@ def build_app(
     """``routes`` are further calls beside those that every server has. ``processor`` is for chats with images."""
     app = web.Application(middlewares=[errors_as_json, only_with_key], client_max_size=options.max_body_bytes)
     app[STATE] = ServerState.build(engine, tokenizer, options, processor)
+    app[BODIES] = app[STATE].bodies
     app[native_routes.SOCKETS] = WeakSet()
     app[weight_stream.INCOMING] = weight_stream.IncomingWeights()
     app[sglang_distributed.GROUPS] = {}

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from headwater.serving.errors import ApiError
+from headwater.serving.fields import read_object
 
 T = TypeVar("T")
 
 _NUM_THREADS = 4
 """Few, because Python runs one of them at a time, and each can delay the event loop by some milliseconds."""
+_SLOW_BYTES = 2**15
+"""The body of a control call that is longer than this takes milliseconds to parse, so it is parsed in a thread."""
 _NUM_LONG_THREADS = 4
 """Few, because each can need the memory of a large picture."""
 
@@ -109,7 +112,25 @@ class BodyReader:
         finally:
             left.set()
 
+    async def read_control(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
+        """Parse the body of ``request`` as a JSON object and pass it to ``read``, in a thread only if it is long."""
+        body = await self.receive(request)
+        if len(body) > _SLOW_BYTES:
+            return await self.in_thread(lambda: parse(body, read))
+        return parse(body, read)
+
     def close(self) -> None:
         """End the threads when what they do now has ended."""
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+
+
+def parse(body: bytes, read: Callable[[Mapping[str, Any]], T]) -> T:
+    """What ``read`` makes of a JSON object."""
+    try:
+        return read(read_object(body))
+    except RecursionError as error:  # a chat template or a message about a value may descend further than the parser
+        raise ApiError("the body is nested too deeply; send fewer levels", code="bad_json") from error
+
+
+BODIES = web.AppKey("bodies", BodyReader)

@@ -18,17 +18,15 @@ from headwater.core.protocols import InferenceEngine, Tokenizer
 from headwater.core.requests import ModelRequest
 from headwater.data.media import MediaCache, media_cache
 from headwater.serving.control import WeightUpdates, in_own_thread, read_memory_tags
-from headwater.serving.errors import ApiError, unsupported_by_engine, wrong
-from headwater.serving.fields import read_object, write_json
+from headwater.serving.errors import unsupported_by_engine, wrong
+from headwater.serving.fields import write_json
 from headwater.serving.native.media import STORE_BYTES
 from headwater.serving.options import ServerOptions
 from headwater.serving.prompt import ModelLimits
-from headwater.serving.reading import BodyReader
+from headwater.serving.reading import BodyReader, parse
 
 T = TypeVar("T")
 
-_SLOW_BYTES = 2**15
-"""The body of a control call that is longer than this takes milliseconds to parse, so it is parsed in a thread."""
 _SLOW_TOKENS = 2**10
 """A reply with more tokens than this takes milliseconds to write, so it is written in a thread."""
 
@@ -116,14 +114,11 @@ class ServerState:
         Even a short body may ask for thousands of responses.
         """
         body = await self.bodies.receive(request)
-        return await self.bodies.in_thread(lambda: _parse(body, read))
+        return await self.bodies.in_thread(lambda: parse(body, read))
 
     async def read_control(self, request: web.Request, read: Callable[[Mapping[str, Any]], T]) -> T:
         """As ``read``, but a short body is parsed at once: a control call must not wait for prompts of others."""
-        body = await self.bodies.receive(request)
-        if len(body) > _SLOW_BYTES:
-            return await self.bodies.in_thread(lambda: _parse(body, read))
-        return _parse(body, read)
+        return await self.bodies.read_control(request, read)
 
     async def write(self, build: Callable[[], Mapping[str, Any] | list[Any]], num_tokens: int) -> web.Response:
         """Reply with what ``build`` returns. It formats ``num_tokens`` tokens, in a thread if they are many."""
@@ -202,13 +197,6 @@ def find_parser(name: str, tokenizer: Tokenizer) -> ToolCallParser | None:
         if name != "auto":
             raise
         return None
-
-
-def _parse(body: bytes, read: Callable[[Mapping[str, Any]], T]) -> T:
-    try:
-        return read(read_object(body))
-    except RecursionError as error:  # a chat template or a message about a value may descend further than the parser
-        raise ApiError("the body is nested too deeply; send fewer levels", code="bad_json") from error
 
 
 STATE = web.AppKey("state", ServerState)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from headwater.config.schema import Config
-from headwater.core.errors import CopyFailed, DeviceMemoryFull, DiskFull, HeadwaterError, RankFailed, RolloutFailed
+from headwater.core.errors import (
+    CopyFailed,
+    DeviceMemoryFull,
+    DiskFull,
+    HeadwaterError,
+    LeftOut,
+    RankFailed,
+    RolloutFailed,
+)
 from headwater.core.interpreter import Interrupts, collect_young_garbage, sharing_interpreter
 from headwater.core.learner import ProfileOrder
 from headwater.core.memory_plan import MemoryPlan
@@ -33,7 +42,9 @@ from headwater.trainer.metrics import EngineWatch, RunFacts
 from headwater.trainer.recorder import TRAINING, Recorder
 from headwater.trainer.rollout_setup import RolloutParts, num_left_out
 from headwater.trainer.warm_start import warm_start
-from headwater.weights.publish import AdaptersAlone, publish, send
+from headwater.weights.publish import AdaptersAlone, Published, publish, send
+
+logger = logging.getLogger(__name__)
 
 NOTHING = -1
 """The step of a run from which nothing is kept."""
@@ -111,10 +122,7 @@ class Trainer:
         self._turns = MemoryTurns(
             config, plan, self._learner, rollout.engine, self._switch, settle=self._recorder.flush
         )
-        adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
-        num_turns = len(rollout.engine.status().servers) if config.rollout.update_order == "rolling" else 1
-        self._send = partial(publish, self._learner, rollout.engine, num_turns=num_turns, adapters=adapters)
-        """Publish the present weights as a version, and verify them."""
+        self._adapters = AdaptersAlone() if config.rollout.publish == "adapter" else None
         self._compares_later = is_local and not config.lora.rank and not config.critic.enabled
         self._rollouts.expect_batches(config.trainer.total_steps)
         self._books = self._rollouts.close_books(self._stream.state_dict)
@@ -343,6 +351,21 @@ class Trainer:
         sent = send(self._learner, self._parts.engine, step, longest_response_s=longest_s)
         return cache(lambda: sent.compare().trained), sent.metrics()
 
+    def _send(self, version: int, *, longest_response_s: float = 0.0, is_repeat: bool = False) -> Published:
+        """Publish the present weights as a version, and verify them."""
+        engine = self._parts.engine
+        # Servers may join and leave while the run goes on.
+        num_turns = len(engine.status().servers) if self._config.rollout.update_order == "rolling" else 1
+        return publish(
+            self._learner,
+            engine,
+            version,
+            longest_response_s=longest_response_s,
+            num_turns=num_turns,
+            is_repeat=is_repeat,
+            adapters=self._adapters,
+        )
+
     def _checksum(self, policy: str) -> str:
         """The checksums of everything that is trained; ``policy`` is the one of the policy's weights, merged."""
         adapters = f"{ADAPTERS}{self._learner.checksum('policy')}" if self._config.lora.rank else ""
@@ -351,8 +374,11 @@ class Trainer:
 
     def _restore_engine(self) -> None:
         """While rollouts are awaited: publish the present version again to an engine whose process was replaced."""
-        if self._parts.engine.status().needs_weights:
+        now = self._parts.engine.status()
+        if now.needs_weights:
             if self._state.warm_started and not self._consistent:
+                if not all(each.needs_weights for each in now.servers):
+                    return  # others serve, and it gets the weights that are sent next
                 raise RolloutFailed(
                     f"the engine was replaced while it generated with version {self._state.step}, whose weights the "
                     "learner no longer has; resume from the last checkpoint"
@@ -363,7 +389,11 @@ class Trainer:
                 self._recorder.stage("publish", version=self._state.step),
                 self._rank_failures_named(),
             ):
-                self._send(self._state.step, is_repeat=True)
+                try:
+                    self._send(self._state.step, is_repeat=True)
+                except LeftOut as error:
+                    self._check_learner()
+                    logger.warning("%s", error)
 
     def _record(self, experience: Experience, update: dict[str, float]) -> None:
         drawn = self._stream.metrics(group.prompt for group in experience.batch.groups)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwater.backends import BACKENDS, BackendContext, ServerPlace, missing_capabilities
-from headwater.backends.fleet import make_fleet
+from headwater.backends.fleet import connect_server, make_fleet
 from headwater.chat.parsers import make_parser
 from headwater.config.declared import read_declared
 from headwater.config.keys import value_at
@@ -26,6 +26,7 @@ from headwater.data.media import MediaSettings
 from headwater.data.prompt_builder import ToolsOfRow
 from headwater.models.device import with_dtype
 from headwater.models.load import load_processor, load_tokenizer
+from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
 from headwater.observe.trace import Trace
 from headwater.rewards.managers import REWARD_MANAGERS, LateScores
@@ -75,6 +76,9 @@ class RolloutParts:
     reward_failures: Callable[[], Mapping[str, Mapping[str, Any]]]
     """Failed scoring calls of the run by cause, each with its count and a message."""
     close_reward: Callable[[], object]
+    open_calls: Callable[[RunDirectory, PromptDataset], AbstractContextManager[object]]
+    """Within the block, ``headwater servers`` can list and change the servers of the run, if it has several. Takes the
+    training data, which another server must be able to answer."""
     join_scores: Callable[[Trajectory], Trajectory] | None = None
     """With ``reward.join: late``, adds the score to a trajectory of a training batch."""
 
@@ -88,18 +92,23 @@ class RolloutParts:
         Otherwise a run would find out at its first rollout.
         """
         self.check_prompt(next(first_prompts(config, dataset, key)))
-        check_media(config, self.engine.capabilities, dataset, key)
-        longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
-        key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
-        if key == "data.eval" and config.eval.max_new_tokens:
-            key_of_limit, num_new = "eval.max_new_tokens", config.eval.max_new_tokens
-        check_requests_fit(num_new, self.engine.limits, longest, key, key_of_limit)
+        _check_answers(config, self.engine, dataset, key)
 
     def close(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.engine.close)
             stack.callback(self.close_reward)
             stack.callback(self.tasks.close)
+
+
+def _check_answers(config: Config, engine: InferenceEngine, dataset: PromptDataset, key: str) -> None:
+    """Refuse prompts that an engine could not answer."""
+    check_media(config, engine.capabilities, dataset, key)
+    longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
+    key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
+    if key == "data.eval" and config.eval.max_new_tokens:
+        key_of_limit, num_new = "eval.max_new_tokens", config.eval.max_new_tokens
+    check_requests_fit(num_new, engine.limits, longest, key, key_of_limit)
 
 
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
@@ -255,6 +264,8 @@ def _build(
         greedy=workflow(greedy) if greedy else None,
         filters=filters,
     )
+    is_evaluated = config.eval.before or config.eval.after or config.eval.is_repeated or config.eval.only
+    checked = {"data.eval": eval_data} if eval_data is not None and is_evaluated else {}
     parts = RolloutParts(
         tokenizer=tokenizer,
         engine=engine,
@@ -273,12 +284,45 @@ def _build(
         reward_counts=getattr(reward, "take_counts", dict),
         reward_failures=getattr(reward, "status", dict),
         close_reward=getattr(reward, "close", lambda: None),
+        open_calls=lambda run, train_data: _open_calls(
+            run, config, context, engine, checked | {"data.train": train_data}
+        ),
         join_scores=late.joined if late is not None else None,
     )
-    settings = config.eval
-    if eval_data is not None and (settings.before or settings.after or settings.is_repeated or settings.only):
-        parts.check_prompts(config, eval_data, "data.eval")
+    for key, dataset in checked.items():
+        parts.check_prompts(config, dataset, key)
     return parts
+
+
+def _open_calls(
+    run: RunDirectory,
+    config: Config,
+    context: BackendContext,
+    engine: InferenceEngine,
+    datasets: Mapping[str, PromptDataset],
+) -> AbstractContextManager[object]:
+    """``datasets`` are those that the engine answers, by key."""
+    if not engine.status().servers:
+        return nullcontext()
+    from headwater.backends.router.engine import RoutedServer, RouterEngine
+    from headwater.backends.router.run_calls import RunCalls
+
+    def connect(url: str) -> RoutedServer:
+        """With the checks that the servers of the recipe had when the run was started."""
+        server = connect_server(context, url)
+        joining, told = server.engine, replace(context.config, rollout=replace(context.config.rollout, servers=(url,)))
+        try:
+            if problems := missing_capabilities(told, joining.capabilities):
+                raise ConfigError(problems)
+            check_stop_tokens(config, joining)
+            for key, dataset in datasets.items():
+                _check_answers(config, joining, dataset, key)
+        except BaseException:
+            joining.close()
+            raise
+        return server
+
+    return RunCalls(run, engine, connect) if isinstance(engine, RouterEngine) else nullcontext()
 
 
 def _code_check(config: Config, reward: object, toolbox: Toolbox | None) -> Callable[[Prompt], bool]:

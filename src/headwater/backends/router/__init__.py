@@ -7,5 +7,6 @@
 - ``requests.py`` follows a request from server to server until it has ended.
 - ``engine.py`` is the engine: control calls to all servers, and their common status.
 - ``updates.py`` sends a weight update to all servers.
-- ``routes.py`` has the calls of ``headwater route`` to list, add, drain and remove servers.
+- ``routes.py`` has the calls to list, add, drain and remove servers, for ``headwater route`` and for runs.
+- ``run_calls.py`` lets ``headwater servers`` make these calls to a run.
 """

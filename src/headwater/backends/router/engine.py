@@ -12,6 +12,7 @@ at the same time, each in a separate thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -26,10 +27,11 @@ from headwater.backends.router.member import (
 from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.requests import answer, stream
 from headwater.backends.router.roster import Roster
-from headwater.backends.router.updates import send_in_turn, send_to_all
+from headwater.backends.router.updates import Results, send_in_turn, send_to_all
 from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import (
     HeadwaterError,
+    LeftOut,
     MemoryRefused,
     RolloutFailed,
     ServerLost,
@@ -43,6 +45,7 @@ from headwater.core.waits import ENGINE_CALL_LIMIT_S, wait_for_future, wait_unti
 
 __all__ = ["RoutedServer", "RouterEngine", "RouterOptions"]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REPORT_LIMIT_S = 10.0
@@ -62,13 +65,13 @@ class RouterEngine:
         """Sends one update at a time, in the order in which they were requested."""
         self._roster = Roster(self._options, self._restore)
         for server in servers:
-            self.add(server)
+            self._roster.add(server, joins=False)
 
     # Servers
 
     def add(self, server: RoutedServer) -> None:
         """A server that gets requests from now on, or as soon as it has the newest weights."""
-        self._roster.add(server)
+        self._roster.add(server, joins=True)
 
     def drain(self, name: str, *, move: bool = False) -> None:
         """Send no more requests to a server. With ``move``, other servers continue those that it has."""
@@ -80,7 +83,15 @@ class RouterEngine:
 
     def remove(self, name: str, *, move: bool = True, limit_s: float = ENGINE_CALL_LIMIT_S) -> None:
         """Drain a server, then close its engine. Without ``move``, wait until its requests have ended."""
-        self._roster.remove(name, move=move, limit_s=limit_s)
+        member = self._roster.vacate(name, move=move, limit_s=limit_s)
+        # Between two weight updates: servers that take one together would lose time with one that leaves.
+        try:
+            removed = self._sender.submit(self._roster.remove, member)
+        except RuntimeError as error:
+            raise RolloutFailed("the engine is closed") from error
+        what = f"server {name} is removed when the present weight update has ended"
+        wait_for_future(removed, lambda: what, kind="router", hard_limit_s=limit_s)
+        member.engine.close()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,7 +127,7 @@ class RouterEngine:
                 is_reachable=any(not each.lost for each in members),
                 servers=servers,
                 metrics={
-                    **common_metrics([each.report.metrics for each in members]),
+                    **common_metrics([*(each.metrics for each in members), roster.counted_by_removed]),
                     "router_num_servers": len(servers),
                     "router_num_open_servers": sum(each.is_open for each in members),
                     "router_num_waiting": roster.policy.num_waiting,
@@ -248,6 +259,7 @@ class RouterEngine:
                 member.updating = ""
                 if error is None:
                     member.version, member.stale, member.num_refusals = update.version, "", 0
+                    member.is_new = False
                 elif isinstance(error, WeightsError) and not _changed_weights(error):
                     refused[member.name] = error  # its old weights are still in place
                 else:
@@ -258,9 +270,10 @@ class RouterEngine:
         try:
             receivers = self._receivers(update)
             if self._options.update_order == "rolling":
-                send_in_turn(update, mode, receivers, on_begin, on_end, self._options)
+                results = send_in_turn(update, mode, receivers, on_begin, on_end, self._options)
             else:
-                send_to_all(update, mode, receivers, on_end, self._options)
+                results = send_to_all(update, mode, receivers, on_end, self._options)
+            self._check_taken(update, results)
         finally:
             update.close()
             with roster.lock:
@@ -277,6 +290,29 @@ class RouterEngine:
                 elif name not in receivers and not (update.is_repeat and not member.stale):
                     member.stale = member.stale or f"it missed version {update.version}"
                 roster.sync(member)
+
+    def _check_taken(self, update: WeightUpdate, results: Results) -> None:
+        """One server with the new weights is enough: the others get them again when they are back."""
+        failures = {name: error for name, error in results.items() if error is not None}
+        for name, error in failures.items():
+            logger.warning("server %s did not take the weights: %s", name, error)
+        if not failures or len(failures) < len(results):
+            return
+        # A loss can be repaired by sending the weights again, a refusal cannot.
+        worst = min(failures.values(), key=lambda error: not isinstance(error, TransferLost))
+        roster = self._roster
+        with roster.lock:
+            others = [each for name, each in roster.members.items() if name not in results]
+            if not update.is_repeat or not any(each.can_continue for each in others):
+                raise worst
+            for name, error in failures.items():
+                if (member := roster.members.get(name)) is not None:
+                    member.stale = str(error) or type(error).__name__
+                    # Other errors were counted when it ended.
+                    member.num_refusals += isinstance(error, WeightsError) and not isinstance(error, WeightsIncomplete)
+                    roster.sync(member)
+        names = ", ".join(failures)
+        raise LeftOut(f"{names}: did not take the weights of version {update.version}: {worst}") from worst
 
     def _receivers(self, update: WeightUpdate) -> dict[str, Member]:
         """The servers that take an update, once there is one: all that can be reached, the least loaded first.

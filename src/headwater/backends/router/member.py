@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from headwater.core.capabilities import Capabilities, EngineStatus, ServerStatus
 from headwater.core.errors import ConfigError, HeadwaterError
 from headwater.core.protocols import EngineLimits, InferenceEngine
 from headwater.core.waits import start_in_thread
+from headwater.serving.control_routes import COUNTERS
 
 T = TypeVar("T")
 
@@ -47,11 +49,13 @@ class Member:
         self.can = server.engine.capabilities
         self.limits = server.engine.limits
         self.version = server.engine.get_version()
-        self.is_draining = False
+        self.is_draining = self.is_leaving = False
+        self.is_new = False
+        """It has joined others and has not taken weights yet, so it may turn out to be one that cannot."""
         self.updating = ""
         """Which weights it takes now, while other servers generate; empty if none."""
         self.is_restoring = False
-        """It is back, and is being told whether the router is paused or asleep."""
+        """It is new or back, and is being told whether the router is paused or asleep."""
         self.lost = ""
         """Why it cannot be reached, or empty."""
         self.has_failed = False
@@ -65,6 +69,11 @@ class Member:
         """Weight updates that have begun. A report from before the last one says nothing about its weights."""
         self.report = EngineStatus(self.version)
         """What it last told about itself."""
+        self._counted: dict[str, float] = {}
+        """Its counters, which go on growing when its process is replaced."""
+        self._last_counts: dict[str, float] = {}
+        self._counted_restarts = 0
+        self._counting = threading.Lock()
         self._asked_at = self._lost_at = 0.0
         self._asked_updates = 0
         self._pending: Future[EngineStatus] | None = None
@@ -73,6 +82,11 @@ class Member:
     def is_open(self) -> bool:
         """Whether it may get requests."""
         return not (self.is_draining or self.is_restoring or self.updating or self.lost or self.stale)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether it serves, or will after an update that is in progress, without anything from outside."""
+        return not (self.is_draining or self.is_restoring or self.lost or self.stale)
 
     @property
     def is_gone(self) -> bool:
@@ -96,7 +110,9 @@ class Member:
         if self.lost:
             return f"unreachable: {self.lost}"
         if self.is_restoring:
-            return "coming back"
+            return "joining" if self.is_new else "coming back"
+        if self.is_leaving:
+            return f"being removed, {num_open} requests left"
         if self.is_draining:
             return f"draining, {num_open} requests left" if num_open else "drained"
         if self.updating:
@@ -116,7 +132,23 @@ class Member:
             is_alive=not self.lost,
             num_restarts=self.report.num_restarts,
             state=self.state(num_open),
+            needs_weights=self.needs_weights,
         )
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What it has measured. Its counters never fall, also if its process is replaced or leaves them out once."""
+        return {**self.report.metrics, **self._counted}
+
+    @property
+    def counted(self) -> dict[str, float]:
+        """Its counters alone."""
+        return dict(self._counted)
+
+    def count_from_now(self) -> None:
+        """Forget what it has counted before it joined: others have caused it."""
+        with self._counting:
+            self._counted = dict.fromkeys(self._counted, 0)
 
     def start(self, action: Callable[[], T], what: str) -> Future[T]:
         """Run a call that may block in a separate thread, so that a server that hangs holds up no other."""
@@ -135,6 +167,7 @@ class Member:
     def renew(self, engine: InferenceEngine, published: int | None) -> None:
         """Use another engine for the same server, which comes back with the next report."""
         self.engine, self.has_failed, self.num_refusals, self._pending = engine, False, 0, None
+        self._counted_restarts = -1
         self.version = engine.get_version()
         if published is not None and self.version != published:
             self.stale = "it has come back"
@@ -160,6 +193,7 @@ class Member:
         """Take a report at once, if there is one. A server that does not answer is found by the next look."""
         with suppress(HeadwaterError):
             self.report = self.engine.status()
+            self._count(self.report)
 
     def _take_report(self, pending: Future[EngineStatus]) -> None:
         error = pending.exception()
@@ -170,6 +204,7 @@ class Member:
         if report.num_restarts != self.report.num_restarts:
             self.num_refusals = 0
         self.report = report
+        self._count(report)
         if not report.is_alive:
             self.has_failed = True
             self.mark_lost("its engine has failed or was closed")
@@ -179,6 +214,17 @@ class Member:
             self.lost = ""
         if self._asked_updates == self.num_updates:
             self._take_version(report)
+
+    def _count(self, report: EngineStatus) -> None:
+        with self._counting:
+            is_same = report.num_restarts == self._counted_restarts
+            counted = dict(self._counted)
+            for name in COUNTERS & report.metrics.keys():
+                last, now = self._last_counts.get(name, 0), report.metrics[name]
+                # Two threads ask for reports, so that a smaller count of the same process is an older one.
+                counted[name] = counted.get(name, 0) + (now - last if now >= last else 0 if is_same else now)
+                self._last_counts[name] = max(last, now) if is_same else now
+            self._counted, self._counted_restarts = counted, report.num_restarts
 
     def _take_version(self, report: EngineStatus) -> None:
         if report.needs_weights:

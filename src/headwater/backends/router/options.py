@@ -34,5 +34,7 @@ class RouterOptions:
     """A server that takes longer for one bucket of a weight update is dropped from it."""
     weight_folder: str = ""
     """Where weights are written, once for all servers, if they read files (``rollout.weight_folder``)."""
+    keeps_one: bool = False
+    """Refuse to drain or remove the last server that can serve, because a run would wait for it until it fails."""
     update_order: UpdateOrder = "together"
     """Whether all servers take new weights at the same time, or one after another (``rollout.update_order``)."""

@@ -16,7 +16,7 @@ from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
 from headwater.backends.router.work import Work
 from headwater.core.capabilities import Capabilities
-from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, WaitTimeout
+from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, ServerKept, WaitTimeout
 from headwater.core.protocols import InferenceEngine
 from headwater.core.requests import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
@@ -54,6 +54,8 @@ class Roster:
         """Requests that another server had to continue."""
         self.num_lost = 0
         """How often a server was lost."""
+        self.counted_by_removed: dict[str, float] = {}
+        """What servers had counted that are no longer there, so that sums do not fall."""
         self._restore = restore
         self._keys = itertools.count()
         self._none_open_since: float | None = None
@@ -68,27 +70,45 @@ class Roster:
         with self.lock:
             return list(self.members.values())
 
-    def add(self, server: RoutedServer) -> None:
+    def add(self, server: RoutedServer, *, joins: bool) -> None:
+        """``joins`` is true if others serve already, and false while the router is made."""
         member = Member(server)
-        check_alike(member, self.all())
-        self._restore(member.engine)
-        member.ask()  # so that there is a status before the first health check
         with self.lock:
             self.check_open()
             if server.name in self.members:
                 raise ValueError(f"server {server.name!r} is in the router already; use another name")
-            if self.published is not None and member.version != self.published:
-                member.stale = "it is new"
+            check_alike(member, self.all())
+            # From now on it is told what all servers are told, but it gets no requests before it knows the rest.
+            member.is_new, member.is_restoring = joins, True
             self.members[member.name] = member
             self._describe()
             capacity = min(member.limits.max_queue, self.options.max_open_per_server)
-            self.policy.add(member.name, capacity, member.version, is_open=member.is_open)
-            self._hand_out()
+            self.policy.add(member.name, capacity, member.version, is_open=False)
+        try:
+            self._restore(member.engine)
+            num_updates = member.num_updates
+            member.ask()  # so that there is a status before the first health check
+        except BaseException:
+            self._forget(member)
+            raise
+        with self.lock:
+            if joins:
+                member.count_from_now()
+            is_behind = member.version != self.published or member.report.needs_weights
+            if self.published is not None and is_behind and num_updates == member.num_updates:
+                member.stale = member.stale or "it is new"
+            member.is_restoring = False
+            self.sync(member)
 
-    def drain(self, name: str, *, move: bool) -> None:
+    def drain(self, name: str, *, move: bool, leaves: bool = False) -> None:
+        """``leaves`` is true if the server is to be removed, so that it cannot be undrained any more."""
         with self.lock:
             member = self.member(name)
+            if leaves and member.is_leaving:
+                raise ServerKept(f"{name}: is being removed already")
+            self._check_dispensable(member)
             member.is_draining = True
+            member.is_leaving = member.is_leaving or leaves
             self.sync(member)
         if move:
             self._evacuate(member)
@@ -96,25 +116,56 @@ class Roster:
     def undrain(self, name: str) -> None:
         with self.lock:
             member = self.member(name)
+            if member.is_leaving:
+                raise ServerKept(f"{name}: is being removed and cannot be used again; add it when it is gone")
             member.is_draining, member.num_refusals = False, 0
             self.sync(member)
 
-    def remove(self, name: str, *, move: bool, limit_s: float) -> None:
-        self.drain(name, move=move)
+    def vacate(self, name: str, *, move: bool, limit_s: float) -> Member:
+        """Drain a server that is to be removed, and return it when it has no requests."""
+        self.drain(name, move=move, leaves=True)
         with self.changed:
             member = self.member(name)
-            wait_until(
-                self.changed,
-                lambda: not self.policy.num_open(name),
-                lambda: f"server {name} is removed and has {self.policy.num_open(name)} requests left",
-                kind="router",
-                hard_limit_s=limit_s,
-            )
-            del self.members[name]
+            try:
+                wait_until(
+                    self.changed,
+                    lambda: not self.policy.num_open(name),
+                    lambda: f"server {name} is removed and has {self.policy.num_open(name)} requests left",
+                    kind="router",
+                    hard_limit_s=limit_s,
+                )
+            except BaseException:
+                member.is_leaving = False  # it stays drained
+                raise
+        return member
+
+    def remove(self, member: Member) -> None:
+        """Forget a server that was vacated."""
+        with self.lock:
+            before, counted = self.counted_by_removed, member.counted
+            self.counted_by_removed = before | {name: before.get(name, 0) + counted[name] for name in counted}
+            self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        with self.lock:
+            if self.members.get(member.name) is not member:
+                return  # two callers have removed it
+            del self.members[member.name]
             self._describe()
-            self.policy.remove(name)
+            self.policy.remove(member.name)
             self._hand_out()
-        member.engine.close()
+            self.changed.notify_all()
+
+    def _check_dispensable(self, member: Member) -> None:
+        others = [each for each in self.members.values() if each is not member]
+        if not self.options.keeps_one or any(each.can_continue for each in others):
+            return
+        if others and not member.can_continue:
+            return  # nothing gets worse
+        raise ServerKept(
+            f"{member.name}: is the last server that can serve ({self._states()}); add another one first, and wait "
+            "until it serves"
+        )
 
     def _describe(self) -> None:
         """What the servers have in common is asked for with every request, so it is computed when they change."""
@@ -139,7 +190,7 @@ class Roster:
     def sync(self, member: Member) -> None:
         """Pass the state of a server on to the policy."""
         with self.lock:
-            if member.name in self.members:
+            if self.members.get(member.name) is member:
                 self.policy.set_version(member.name, member.version)
                 self.policy.set_open(member.name, member.is_open)
                 self._hand_out()

@@ -1,4 +1,7 @@
-"""The calls of ``headwater route`` about its servers: list, add, drain, undrain, remove."""
+"""The calls about the servers of a router: list, add, drain, undrain, remove.
+
+``headwater route`` has them beside the calls of every server, a run at a socket in its directory (``run_calls.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,32 @@ from typing import Any
 from aiohttp import web
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine
-from headwater.core.errors import ConfigError, HeadwaterError
+from headwater.core.errors import HeadwaterError, ServerKept, WaitTimeout
+from headwater.observe.server_changes import Change
 from headwater.serving.control import in_own_thread
 from headwater.serving.errors import ApiError
 from headwater.serving.fields import Fields
 from headwater.serving.generation import reply
-from headwater.serving.state import STATE
+from headwater.serving.reading import BODIES
 
 
-def make_routes(router: RouterEngine, connect: Callable[[str], RoutedServer]) -> list[web.RouteDef]:
-    """``connect`` makes the engine of a running server from its address."""
+def make_routes(
+    router: RouterEngine,
+    connect: Callable[[str], RoutedServer],
+    note: Callable[[Change, str], None] = lambda change, server: None,
+) -> list[web.RouteDef]:
+    """``connect`` makes the engine of a running server from its address. ``note`` is told about every change."""
 
     def listing() -> web.Response:
         status = router.status()
         counts = {name: int(value) for name, value in status.metrics.items()}
-        return reply({"servers": [asdict(each) for each in status.servers], **counts})
+        return reply({"servers": [asdict(each) for each in status.servers], "version": status.version, **counts})
 
     async def show(request: web.Request) -> web.Response:
         return listing()
 
     async def add(request: web.Request) -> web.Response:
-        url = await request.app[STATE].read_control(request, _read_url)
+        url = await request.app[BODIES].read_control(request, _read_url)
 
         def connect_and_add() -> None:
             if any(url in (each.name, each.url) for each in router.status().servers):
@@ -40,28 +48,44 @@ def make_routes(router: RouterEngine, connect: Callable[[str], RoutedServer]) ->
             except BaseException:
                 server.engine.close()
                 raise
+            note("add", url)
 
         await _told(connect_and_add)
         return listing()
 
     async def drain(request: web.Request) -> web.Response:
-        name, move = await request.app[STATE].read_control(request, _read_name)
-        await _told(lambda: router.drain(name, move=move))
+        name, move = await request.app[BODIES].read_control(request, _read_name)
+
+        def drain_and_note() -> None:
+            router.drain(name, move=move)
+            note("drain", name)
+
+        await _told(drain_and_note)
         return listing()
 
     async def undrain(request: web.Request) -> web.Response:
-        name, _ = await request.app[STATE].read_control(request, _read_name)
-        await _told(lambda: router.undrain(name))
+        name, _ = await request.app[BODIES].read_control(request, _read_name)
+
+        def undrain_and_note() -> None:
+            router.undrain(name)
+            note("undrain", name)
+
+        await _told(undrain_and_note)
         return listing()
 
     async def remove(request: web.Request) -> web.Response:
-        """Reply when its last request has ended or has been moved. The server itself keeps running."""
-        name, move = await request.app[STATE].read_control(request, _read_name)
+        """Reply when its last request has ended or has been moved. A server that others have started keeps running."""
+        name, move = await request.app[BODIES].read_control(request, _read_name)
+
+        def remove_and_note() -> None:
+            router.remove(name, move=move)
+            note("remove", name)
+
         if router.names == (name,):
             raise ApiError(
                 f"name = {name}: is the last server; add another one first", code="last_server", param="name"
             )
-        await _told(lambda: router.remove(name, move=move))
+        await _told(remove_and_note)
         return listing()
 
     return [
@@ -79,9 +103,11 @@ async def _told(action: Callable[[], None]) -> None:
         await in_own_thread(action)
     except KeyError as error:
         raise ApiError(f"name: {error.args[0]}", status=404, code="unknown_server", param="name") from error
-    except ApiError:
+    except ServerKept as error:
+        raise ApiError(str(error), status=409, code="server_kept", param="name") from error
+    except (ApiError, WaitTimeout):
         raise
-    except (ConfigError, HeadwaterError) as error:
+    except HeadwaterError as error:
         raise ApiError(f"the server cannot be used: {error}", status=400, code="server_unusable") from error
 
 

@@ -1,11 +1,11 @@
 """Send one weight update to all servers of a router, over one stream or through one file.
 
-All servers take it at the same time, or one after another while the others generate.
+All servers take it at the same time, or one after another while the others generate. A server that has joined others
+and has not taken weights yet is always sent them alone: if it cannot take them, the others have lost nothing.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,8 +24,6 @@ from headwater.models.checksum import dtype_of_checksum
 from headwater.weights.fan_out import FanOut
 from headwater.weights.file import written_file
 
-logger = logging.getLogger(__name__)
-
 WHOLE_LIMIT_S = 600.0
 """Per server, for weights that it does not read from the stream: the learner's ranks send them, with stricter limits
 for every bucket, or it loads a file."""
@@ -41,14 +39,31 @@ def send_to_all(
     members: Mapping[str, Member],
     on_end: Callable[[Member, BaseException | None], None],
     options: RouterOptions,
-) -> None:
+) -> Results:
     """Return when every server has the weights, has failed, or was dropped because it was too slow.
 
-    ``on_end`` is called once for each of them, as soon as it is known. Raises if no server has the new weights.
+    ``on_end`` is called once for each of them, as soon as it is known.
     """
+    results: Results = {}
     with ExitStack() as held:
-        update, is_streamed = _prepare(update, members, options.weight_folder, held)
-        _raise_if_none(_send(update, mode, members, on_end, options, is_streamed))
+        prepared, is_streamed = _prepare(update, members, options.weight_folder, held)
+        groups = _groups(members, is_repeatable=_is_repeatable(prepared, is_streamed))
+        for group in groups:
+            its = prepared
+            if len(groups) > 1:
+                its = _for_some(prepared, is_streamed, is_first=not results, num_receivers=len(group))
+            results |= _send(its, mode, group, on_end, options, is_streamed)
+            _keep_report(update, its)
+    return results
+
+
+def _groups(members: Mapping[str, Member], *, is_repeatable: bool) -> list[Mapping[str, Member]]:
+    """Who takes the weights together: all that have taken some before, and then each of the others alone."""
+    new = {name: each for name, each in members.items() if each.is_new}
+    if not new or not is_repeatable:
+        return [members]
+    known = {name: each for name, each in members.items() if name not in new}
+    return [*([known] if known else []), *({name: each} for name, each in new.items())]
 
 
 def send_in_turn(
@@ -58,7 +73,7 @@ def send_in_turn(
     on_begin: Callable[[Member], None],
     on_end: Callable[[Member, BaseException | None], None],
     options: RouterOptions,
-) -> None:
+) -> Results:
     """As ``send_to_all``, one server after another. ``on_begin`` is called when it is a server's turn."""
     results: Results = {}
     skipped: set[str] = set()
@@ -71,16 +86,22 @@ def send_in_turn(
                 on_end(member, results[name])
                 continue
             on_begin(member)
-            its = _for_one(prepared, is_streamed, is_first=results.keys() <= skipped)
+            its = _for_some(prepared, is_streamed, is_first=results.keys() <= skipped, num_receivers=1)
             results |= _send(its, mode, {name: member}, on_end, options, is_streamed)
             _keep_report(update, its)
-    _raise_if_none(results)
+    return results
 
 
-def _for_one(update: WeightUpdate, is_streamed: bool, *, is_first: bool) -> WeightUpdate:
-    """The update for one server of several, with a stream that was not read yet."""
+def _is_repeatable(update: WeightUpdate, is_streamed: bool) -> bool:
+    """Whether servers can take an update one after another."""
+    is_read_once = update.direct is None and is_streamed and not isinstance(update.buckets, Sequence)
+    return not is_read_once or update.again is not None
+
+
+def _for_some(update: WeightUpdate, is_streamed: bool, *, is_first: bool, num_receivers: int) -> WeightUpdate:
+    """The update for some servers of several, with a stream that was not read yet."""
     if update.direct is not None:
-        return replace(update, direct=DirectSend(update.direct.learner))
+        return replace(update, direct=DirectSend(update.direct.learner, num_receivers))
     if is_first or not is_streamed or isinstance(update.buckets, Sequence):
         return update
     if update.again is None:
@@ -176,13 +197,3 @@ def _error_of(member: Member, future: Future[None], version: int, limit_s: float
     except HeadwaterError as error:
         return error
     return None
-
-
-def _raise_if_none(results: Results) -> None:
-    """One server with the new weights is enough: the others get them again when they are back."""
-    failures = {name: error for name, error in results.items() if error is not None}
-    for name, error in failures.items():
-        logger.warning("server %s did not take the weights: %s", name, error)
-    if failures and len(failures) == len(results):
-        # A loss can be repaired by sending the weights again, a refusal cannot.
-        raise min(failures.values(), key=lambda error: not isinstance(error, TransferLost))
