@@ -15,9 +15,8 @@ from safetensors import safe_open
 from headwater.backends import BackendContext
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.router.member import common_capabilities
-from headwater.backends.sglang.engine import SglangEngine, command
+from headwater.backends.sglang.engine import SglangEngine, command, with_published_names
 from headwater.backends.sglang.http import NO_FEATURES
-from headwater.backends.sglang.weights import with_published_names
 from headwater.config.load import load_config
 from headwater.core.capabilities import Capabilities, check_features
 from headwater.core.errors import ConfigError, RequestError
