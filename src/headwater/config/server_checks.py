@@ -54,7 +54,10 @@ def chosen_transfer(config: Config) -> WeightTransfer | None:
     """How weights travel to the servers of this run; None if no supported way works for them."""
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
-    supported = backend_traits(config).transfers
+    traits = backend_traits(config)
+    supported = traits.transfers
+    if config.rollout.weight_folder and traits.is_foreign:  # it is given for servers that take only files
+        supported = tuple(sorted(supported, key="file".__ne__))
     works = [each for each in get_args(WeightTransfer) if each in supported and not transfer_problem(config, each)]
     return min(works, key=supported.index, default=None)
 

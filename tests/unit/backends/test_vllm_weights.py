@@ -28,7 +28,7 @@ from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ArrivalError,
     Arriving,
     GroupReader,
-    Memory,
+    LentMemory,
     ReceivedSums,
     SlotReader,
     join_group,
@@ -59,7 +59,7 @@ class Workers(WorkerCalls):
     """What rank and stream do, instead of keeping everything."""
 
     def __post_init__(self) -> None:
-        self._memory: list[Memory | None] = [None] * self.count
+        self._memory: list[LentMemory | None] = [None] * self.count
         self._groups: list[Any] = [None] * self.count
         self.received = [{} for _ in range(self.count)]
         self._calls = asyncio.Lock()

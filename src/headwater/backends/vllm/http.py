@@ -89,7 +89,7 @@ class VllmLink(WorkerCalls, HttpCalls):
 
     async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
         answer = await self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
-        results: Sequence[Any] = answer["results"]
+        results: Sequence[Any] = answer.get("results") or ()
         return results
 
     async def use_loaded(self, label: str) -> None:

@@ -119,7 +119,7 @@ class SlotReader(Arriving):
         slot_bytes: int,
         num_workers: int,
         limit_s: float,
-        kept: Memory | None = None,
+        kept: LentMemory | None = None,
     ) -> None:
         """``handover`` and ``slots`` are names of shared memory, of which ``kept`` may have the second one mapped
         already. ``limit_s`` is how long the next slot may take."""
@@ -129,10 +129,12 @@ class SlotReader(Arriving):
         num_words = table_of(NUM_SLOTS, num_workers, len(names))
         self._slot_bytes = slot_bytes
         self._limit_s = limit_s
-        self._handover = Memory(handover, 8 * num_words)
+        self._handover = LentMemory(handover, 8 * num_words)
         self._words = memoryview(self._handover.buffer).cast("q")
         self.memory = (
-            kept if kept is not None and kept.name == slots else Memory(slots, NUM_SLOTS * slot_bytes, device=device)
+            kept
+            if kept is not None and kept.name == slots
+            else LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
         )
 
     def _arrive(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -191,7 +193,7 @@ class SlotReader(Arriving):
             time.sleep(_POLL_S)
 
 
-class Memory:
+class LentMemory:
     """Shared memory that another process owns. Its owner holds a lock on it while it lives."""
 
     def __init__(self, name: str, size: int, *, device: torch.device | None = None) -> None:

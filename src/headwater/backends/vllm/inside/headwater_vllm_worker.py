@@ -12,7 +12,7 @@ from headwater_vllm_weights import (  # type: ignore[import-not-found]  # its fo
     ArrivalError,
     Arriving,
     GroupReader,
-    Memory,
+    LentMemory,
     SlotReader,
     join_group,
 )
@@ -21,7 +21,7 @@ from headwater_vllm_weights import (  # type: ignore[import-not-found]  # its fo
 class Worker:
     """Methods in addition to those of vLLM's worker, whose class it becomes a base of."""
 
-    _headwater_memory: Memory | None = None
+    _headwater_memory: LentMemory | None = None
     """The slots of the last update, which stay mapped for the next one."""
     _headwater_group: Any = None
     """Name and process group over which weights come."""
