@@ -42,7 +42,7 @@ from headwater.weights.memory import as_announced
 from headwater.weights.segments import Segment
 from headwater.weights.shared_memory import NUM_SLOTS, SlotSender, slot_size
 
-_SLOT_LIMIT_S = 120.0
+SLOT_LIMIT_S = 120.0
 """How long a worker waits for the next slot, and the sender until a slot has been copied. The learner may gather its
 weights meanwhile, or wait for the slowest of several servers."""
 _LOAD_LIMIT_S = 600.0
@@ -140,7 +140,7 @@ class WorkerCalls:
 class SlotStream:
     """A ``WeightStream`` through shared memory. The slots of the first update are used again by the others."""
 
-    def __init__(self, dtype: torch.dtype, *, limit_s: float = _SLOT_LIMIT_S) -> None:
+    def __init__(self, dtype: torch.dtype, *, limit_s: float = SLOT_LIMIT_S) -> None:
         """``dtype`` is the number type of the server, ``limit_s`` how long the next slot may take on either side."""
         self.checksum = ""
         self._dtype = dtype

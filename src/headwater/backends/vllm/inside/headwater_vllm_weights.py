@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-logger = logging.getLogger("headwater")
+logger = logging.getLogger("vllm.headwater")  # below vLLM's own, which has a handler
 
 NUM_SLOTS = 2
 NUM_FILLED, END, NUM_TAKEN = 0, 1, 2
@@ -131,11 +131,9 @@ class SlotReader(Arriving):
         self._limit_s = limit_s
         self._handover = LentMemory(handover, 8 * num_words)
         self._words = memoryview(self._handover.buffer).cast("q")
-        self.memory = (
-            kept
-            if kept is not None and kept.name == slots
-            else LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
-        )
+        self.memory = kept  # of the last update, if this one has the same slots
+        if kept is None or kept.name != slots:
+            self.memory = LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
 
     def _arrive(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:

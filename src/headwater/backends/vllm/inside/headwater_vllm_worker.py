@@ -5,6 +5,7 @@ Headwater is not installed in that environment, so this file uses only what vLLM
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from headwater_vllm_weights import (  # type: ignore[import-not-found]  # its fo
     SlotReader,
     join_group,
 )
+
+logger = logging.getLogger("vllm.headwater")  # below vLLM's own, which has a handler
 
 
 class Worker:
@@ -96,6 +99,7 @@ class Worker:
     def _headwater_receive(self, arriving: Arriving) -> dict[str, str]:
         self._headwater_load(weights_iterator=arriving.tensors())
         if arriving.failure:
+            logger.warning("the weights are incomplete and need another update: %s", arriving.failure)
             return {"failure": arriving.failure}
         return {"checksum": arriving.checksum()}
 
