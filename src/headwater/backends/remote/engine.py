@@ -419,8 +419,8 @@ class RemoteEngine:
             self._resources.close()
 
     async def _end(self) -> None:
-        if self._session.info is not None and self._stream is not None:
-            await self._stream.end()
+        if (stream := self.__dict__.get("_stream")) is not None:  # it has been used
+            await stream.end()
         await self._session.end()
         await self._server.end()
 

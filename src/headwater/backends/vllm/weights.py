@@ -64,15 +64,17 @@ def check_transfer(config: Config, info: ServerInfo, where: str, start_with: str
     """Refuse a server that cannot take weights as the recipe says. ``start_with`` is what it lacks."""
     if transfer_to(config, info) is not None:
         return
-    wanted, file_problem = config.rollout.weight_transfer, transfer_problem(config, "file")
-    other = "set rollout.weight_folder to a folder that both machines see" if file_problem else "use file"
-    why = f"was started without {start_with}"
+    other = "use file"
+    if transfer_problem(config, "file") is not None:
+        other = "set rollout.weight_folder to a folder that both machines see"
+    why, remedy = f"was started without {start_with}", "start it with them"
     if info.has_own_worker:
-        why = "has data parallelism, or workers of another version of Headwater"
+        why = "has several data-parallel engines, or workers with methods of another version of Headwater"
+        remedy = f"start it with one engine and {start_with}"
     raise ConfigError(
         [
-            f"rollout.weight_transfer = {wanted}: {where} {why}, so its workers take weights only from files; start it "
-            f"with these options, or {other}"
+            f"rollout.weight_transfer = {config.rollout.weight_transfer}: {where} {why}, so its workers take weights "
+            f"only from files; {remedy}, or {other}"
         ]
     )
 
