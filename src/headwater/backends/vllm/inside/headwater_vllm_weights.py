@@ -131,9 +131,9 @@ class SlotReader(Arriving):
         self._limit_s = limit_s
         self._handover = LentMemory(handover, 8 * num_words)
         self._words = memoryview(self._handover.buffer).cast("q")
-        self.memory = kept  # of the last update, if this one has the same slots
         if kept is None or kept.name != slots:
-            self.memory = LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
+            kept = LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
+        self.memory = kept
 
     def _arrive(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
