@@ -2,10 +2,13 @@
 
     python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b --updates 2 --out gpu_weight_transfer_0.5b.json
     python benchmarks/weight_transfer.py --shapes qwen2.5-0.5b --device cpu --updates 2 --sequences 2
+    python benchmarks/weight_transfer.py --shapes smollm2 --device cpu --sequences 2 --vllm vllm-env/bin/python
 
 Real servers (``headwater serve``) generate without a break while versions are published to them as a run publishes
 them, with checksums on both sides. A learner of one rank holds the weights in float32; the servers have the device's
 usual number type. All of them are on one machine, and on one GPU if there is one.
+
+With ``--vllm``, there is one server of vLLM instead.
 
 - ``seconds``: from the start of an update until all servers use the weights. ``GB/s`` is the size of the model in the
   servers' number type over that time, whatever the number of servers.
@@ -24,6 +27,7 @@ import argparse
 import asyncio
 import copy
 import gc
+import os
 import statistics
 import tempfile
 import threading
@@ -39,9 +43,12 @@ from options import parser_of
 from record import write_record
 from shapes import SHAPES, build_model, default_device, default_dtype
 
+from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.native.engine import NativeEngine, engine_arguments
 from headwater.backends.native.places import ForeignServer, OwnServer
 from headwater.backends.router.engine import RoutedServer, RouterEngine
+from headwater.backends.vllm.engine import VllmEngine
+from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig, WeightTransfer
 from headwater.core.errors import HeadwaterError
 from headwater.core.parcels import Parcel, SendOrder, SendReport
@@ -49,6 +56,8 @@ from headwater.core.protocols import Bucket, InferenceEngine
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
 from headwater.models.builtin.tiny import build_tokenizer
+from headwater.models.device import with_dtype
+from headwater.models.load import load_tokenizer
 from headwater.observe.spans import Spans
 from headwater.weights.memory import in_buckets
 from headwater.weights.pieces import PieceSender
@@ -208,7 +217,7 @@ class Servers:
         self._owners[number] = NativeEngine(self._places[number], transfer="shared_memory", spans=Spans())
 
     @contextmanager
-    def connected(self, transfer: WeightTransfer, encoding: Any, count: int) -> Iterator[InferenceEngine]:
+    def connected(self, transfer: str, encoding: Any, count: int) -> Iterator[InferenceEngine]:
         engines = [
             NativeEngine(
                 ForeignServer(owner.url, place.api_key), transfer=transfer, encoding=encoding, spans=Spans(),
@@ -219,6 +228,34 @@ class Servers:
         engine: InferenceEngine = engines[0]
         if count > 1:
             engine = RouterEngine([RoutedServer(each.url, each) for each in engines])
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+class VllmServer:
+    """A server of vLLM, which is used with one transport after the other."""
+
+    def __init__(self, folder: str, device: torch.device, dtype: str, python: str, stack: ExitStack) -> None:
+        self._settings = [
+            *("rollout.backend=vllm", f"model.path={folder}", f"model.dtype={dtype}", f"model.device={device}"),
+            *(f"data.max_prompt_tokens={2 * len(PROMPT)}", f"rollout.max_new_tokens={NUM_TOKENS}"),
+        ]
+        launch = ("rollout.placement=disaggregated", f"rollout.launch.python={python}", "engine.kv_cache_gib=0.5")
+        self._owner = VllmEngine.launch(self._context(*launch), [str(device)])
+        stack.callback(self._owner.close)
+        os.environ[SERVER_KEY] = self._owner.api_key
+
+    def _context(self, *settings: str) -> BackendContext:
+        config = with_dtype(load_config("quickstart", [*self._settings, *settings]).config)
+        return BackendContext(config, config.model.path, load_tokenizer(config.model.path), Spans())
+
+    @contextmanager
+    def connected(self, transfer: str, encoding: Any, count: int) -> Iterator[InferenceEngine]:
+        url = self._owner.url
+        settings = (f"rollout.servers=[{url}]", f"rollout.weight_transfer={transfer}")
+        engine = VllmEngine.connect(url, self._context(*settings))
         try:
             yield engine
         finally:
@@ -262,7 +299,11 @@ def measure_shape(
             engine.close()
             del engine
             gc.collect()
-        servers = Servers(folder, device, name, options.servers, stack)
+        servers: Servers | VllmServer
+        if options.vllm:
+            servers = VllmServer(folder, device, name, options.vllm, stack)
+        else:
+            servers = Servers(folder, device, name, options.servers, stack)
         for transport in [each for each in wanted if each != "memory"]:
             transfer, encoding = ("collective", "delta") if transport == "delta" else (transport, "plain")
             for count in sorted({1, options.servers}):
@@ -280,7 +321,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="responses that run all the time (default 8)")
     parser.add_argument("--servers", type=int, default=2, help="measured with one server and with so many (default 2)")
     parser.add_argument("--transports", nargs="+", choices=known, help="default: all but delta")
+    parser.add_argument("--vllm", metavar="PYTHON", help="use a server of the vLLM of this Python")
     options = parser.parse_args()
+    if options.vllm:
+        options.servers = 1
+        options.transports = options.transports or ["shared_memory", "file", "collective"]
     device = torch.device(options.device) if options.device else default_device()
     if options.transports is None:
         options.transports = [each for each in known[:-1] if each != "cuda_ipc" or device.type == "cuda"]

@@ -25,9 +25,11 @@ from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
+from headwater.models.checksum import checksum
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.spans import Spans
+from headwater.weights import shared_memory
 
 PYTHON = os.environ.get("HEADWATER_VLLM_PYTHON", "")
 
@@ -104,6 +106,31 @@ def test_logprobs_after_every_update_are_those_of_the_new_weights(engine: VllmEn
             assert set(response.output_versions) == {version}
             assert float(error(version, response).mean()) < NOISE
             assert float(error(version - 1, response).mean()) > 5 * NOISE
+
+
+def test_every_transfer_brings_the_weights_that_the_learner_has(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with slots that are far smaller than the model. This test has not run on a GPU yet."""
+    monkeypatch.setenv(SERVER_KEY, engine.api_key)
+    monkeypatch.setattr(shared_memory, "_SLOT_BYTES", 2**18)
+    settings = [
+        *("rollout.backend=vllm", f"model.path={MODEL}", "model.dtype=bfloat16", f"rollout.servers=[{engine.url}]"),
+        *("data.max_prompt_tokens=64", "rollout.max_new_tokens=448"),
+    ]
+    for transfer in ("shared_memory", "collective", "file"):
+        config = with_dtype(load_config("quickstart", [*settings, f"rollout.weight_transfer={transfer}"]).config)
+        owner = VllmEngine.connect(engine.url, BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+        try:
+            for version in (1, 2):
+                publish(owner, version, version)
+                if transfer != "file":
+                    assert owner.weights_checksum() == checksum(weights(version).named_parameters())
+                for response in asyncio.run(ask(owner, 8, 64)):
+                    assert float(error(version, response).mean()) < NOISE, transfer
+                    assert float(error(version - 1, response).mean()) > 5 * NOISE, transfer
+        finally:
+            owner.close()
 
 
 def test_responses_continue_under_new_weights_without_losing_a_token(engine: VllmEngine) -> None:

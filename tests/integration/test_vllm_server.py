@@ -13,12 +13,14 @@ import os
 import secrets
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +45,17 @@ from server_answers import (
 from headwater.backends import SERVER_KEY, BackendContext
 from headwater.backends.router.engine import RouterEngine
 from headwater.backends.vllm.engine import VllmEngine
+from headwater.backends.vllm.weights import SLOT_LIMIT_S, SlotStream
 from headwater.config.load import load_config
-from headwater.core.errors import ConfigError, RolloutFailed, WeightsError
+from headwater.core.errors import ConfigError, RolloutFailed, TransferLost, WeightsError, WeightsIncomplete
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelResponse, SamplingParams
+from headwater.models.checksum import checksum
 from headwater.models.device import with_dtype
 from headwater.models.load import load_model, load_tokenizer
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.spans import Spans
+from headwater.weights import shared_memory
 
 PYTHON, IS_INSTALLED = python_of("vllm")
 NO_VLLM = f"NO REAL VLLM: it is not installed for {PYTHON}; run `make setup-vllm`"
@@ -122,6 +127,101 @@ def test_logprobs_are_those_of_the_published_weights(engine: VllmEngine) -> None
         for sampling in (plain, greedy):
             for response in asyncio.run(ask(engine, 4, sampling)):
                 assert_sampled_by({version: weights(version)}, response, sampling)
+
+
+TRANSFERS = ("shared_memory", "collective", "file")
+
+
+@contextmanager
+def client(engine: VllmEngine, *settings: str) -> Iterator[VllmEngine]:
+    """Another owner of a running server, which sends its weights in many slots."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SERVER_KEY, engine.api_key)
+        patch.setattr(shared_memory, "_SLOT_BYTES", 2**18)
+        owner = VllmEngine.connect(engine.url, context(f"rollout.servers=[{engine.url}]", *settings))
+        try:
+            yield owner
+        finally:
+            owner.close()
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("server", ["engine", "sharded"])
+def test_every_transfer_brings_all_weights_to_all_workers(
+    server: str, transfer: str, request: pytest.FixtureRequest
+) -> None:
+    """The second server has two workers that hold half of the weights each."""
+    running = request.getfixturevalue(server)
+    if server == "sharded":
+        first = request.getfixturevalue("engine")
+        assert len(group(running._server.pid)) > len(group(first._server.pid)), "it has more workers"
+    with client(running, f"rollout.weight_transfer={transfer}") as owner:
+        assert owner.capabilities.file_weights == (transfer == "file") != owner.capabilities.checksums
+        for version in (1, 2):
+            publish(owner, weights(version), version)
+            if transfer != "file":
+                assert owner.weights_checksum() == checksum(weights(version).named_parameters())
+            for sampling in (SamplingParams(24, ignore_end=True), SamplingParams(24, temperature=0.0, ignore_end=True)):
+                for response in asyncio.run(ask(owner, 4, sampling)):
+                    assert_sampled_by({version: weights(version)}, response, sampling)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS[:2])
+def test_an_update_that_breaks_needs_another_one(engine: VllmEngine, transfer: str) -> None:
+    """vLLM must not mix the parts of layers that it has got with the next weights."""
+
+    def broken() -> Iterator[Any]:
+        tensors = list(weights(5).named_parameters())
+        yield from ([each] for each in tensors[: len(tensors) // 2])
+        raise WeightsError("the learner has failed")
+
+    with client(engine, f"rollout.weight_transfer={transfer}") as owner:
+        update = WeightUpdate.of(1, weights(5).named_parameters())
+        with pytest.raises(WeightsIncomplete, match="the learner has failed"):
+            owner.update_weights(replace(update, buckets=broken())).result(LIMIT_S)
+        assert owner.status().needs_weights
+        publish(owner, weights(6), 2)
+        (response,) = asyncio.run(ask(owner, 1, SamplingParams(24, ignore_end=True)))
+        assert_sampled_by({2: weights(6)}, response, SamplingParams(24))
+
+
+VANISHING = """
+import sys, time
+sys.path[:0] = sys.argv[1:3]
+from test_vllm_server import VllmEngine, WeightUpdate, context, replace, shared_memory, weights
+
+def slow():
+    tensors = list(weights(7).named_parameters())
+    yield from ([each] for each in tensors[: len(tensors) // 2])
+    print("half", flush=True)
+    time.sleep(3600)
+
+shared_memory._SLOT_BYTES = 2**16
+engine = VllmEngine.connect(sys.argv[3], context(f"rollout.servers=[{sys.argv[3]}]", sys.argv[4]))
+update = WeightUpdate.of(1, weights(7).named_parameters())
+engine.update_weights(replace(update, buckets=slow())).result(3600)
+"""
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS[:2])
+def test_a_server_whose_sender_is_killed_takes_the_weights_of_the_next_one(engine: VllmEngine, transfer: str) -> None:
+    here = Path(__file__).parent
+    setting = f"rollout.weight_transfer={transfer}"
+    sender = subprocess.Popen(
+        [sys.executable, "-c", VANISHING, here, here.parent / "unit", engine.url, setting],
+        env=os.environ | {SERVER_KEY: engine.api_key}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert sender.stdout is not None
+    assert sender.stdout.readline() == "half\n"
+    sender.kill()
+    sender.wait(LIMIT_S)
+    began = time.monotonic()
+    with client(engine, setting) as owner:
+        assert owner.status().needs_weights
+        publish(owner, weights(8), 1)
+        assert time.monotonic() - began < SLOT_LIMIT_S, "the workers have noticed it, and have not waited for a limit"
+        (response,) = asyncio.run(ask(owner, 1, SamplingParams(24, ignore_end=True)))
+        assert_sampled_by({1: weights(8)}, response, SamplingParams(24))
 
 
 def test_responses_that_span_an_update_lose_no_token(engine: VllmEngine) -> None:
@@ -250,12 +350,19 @@ def test_only_the_run_reaches_its_server_and_a_cpu_has_no_memory_to_release(engi
         engine.sleep()
 
 
-def test_vllm_runs_in_this_process() -> None:
-    """In the process of vLLM's Python, which finds Headwater's source code: generation, an update and log-probs."""
+@pytest.mark.parametrize(("layer", "transfer"), [("tied", "collective"), ("untied", "auto")])
+def test_vllm_runs_in_this_process(layer: str, transfer: str) -> None:
+    """In the process of vLLM's Python, which finds Headwater's source code: generation, an update and log-probs. The
+    output layer of the second model does not share its weights with the embedding."""
     script = Path(__file__).with_name("vllm_in_process.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(
-        [PYTHON, script], env=environment, capture_output=True, text=True, timeout=PROCESS_LIMIT_S, check=False
+        [PYTHON, script, layer, transfer],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_LIMIT_S,
+        check=False,
     )
     if "NO PACKAGE" in done.stdout:
         pytest.skip(f"{PYTHON} lacks a package of Headwater: {done.stdout.strip()[-200:]}")
@@ -317,15 +424,6 @@ def completed(engine: VllmEngine, name: str, prompt: list[int]) -> tuple[list[in
     with urllib.request.urlopen(request, timeout=LIMIT_S) as reply:
         answer = json.load(reply)["choices"][0]["logprobs"]
     return [int(each.removeprefix("token_id:")) for each in answer["tokens"]], torch.tensor(answer["token_logprobs"])
-
-
-def test_tensor_parallel_workers_take_their_shards_of_every_update(engine: VllmEngine, sharded: VllmEngine) -> None:
-    assert len(group(sharded._server.pid)) > len(group(engine._server.pid)), "it has more workers"
-    for version in (1, 2):
-        publish(sharded, weights(version), version)
-        for sampling in (SamplingParams(24, ignore_end=True), SamplingParams(24, temperature=0.0, ignore_end=True)):
-            for response in asyncio.run(ask(sharded, 4, sampling)):
-                assert_sampled_by({version: weights(version)}, response, sampling)
 
 
 def test_the_route_command_is_an_endpoint_over_vllm_servers(
@@ -423,9 +521,40 @@ def test_a_killed_server_is_replaced_and_loses_no_token(engine: VllmEngine) -> N
             break  # on a busy machine, all may have ended before that is seen
         os.kill(engine._server.pid, signal.SIGCONT)
     os.kill(engine._server.pid, signal.SIGKILL)
+    restored(engine, version)
     thread.join(LIMIT_S)
     assert engine.status().num_restarts == 1
     assert len(answers) == 6
     for response in answers:
         assert response.output_len == 200
         assert_sampled_by({version: weights(3)}, response, sampling)
+
+
+def restored(engine: VllmEngine, version: int) -> None:
+    """Publish again to the process that replaces the server, as a run does: shared memory does not survive it."""
+    deadline = time.monotonic() + LIMIT_S
+    while not engine.status().needs_weights:
+        assert time.monotonic() < deadline, "no process has replaced the server"
+        time.sleep(0.1)
+    publish(engine, weights(3), version)
+
+
+def test_a_server_that_is_killed_during_an_update_gets_it_again(engine: VllmEngine) -> None:
+    version, before = engine.get_version() + 1, engine.status().num_restarts
+
+    def killing() -> Iterator[Any]:
+        tensors = list(weights(3).named_parameters())
+        yield from ([each] for each in tensors[: len(tensors) // 2])
+        os.killpg(engine._server.pid, signal.SIGKILL)
+        yield from ([each] for each in tensors[len(tensors) // 2 :])
+
+    update = WeightUpdate.of(version, weights(3).named_parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_SLOT_BYTES", 2**18)
+        engine._stream = SlotStream(torch.float32)  # with small slots
+        with pytest.raises(TransferLost):
+            engine.update_weights(replace(update, buckets=killing())).result(LIMIT_S)
+        restored(engine, version)
+    assert engine.status().num_restarts == before + 1
+    (response,) = asyncio.run(ask(engine, 1, SamplingParams(24, ignore_end=True)))
+    assert_sampled_by({version: weights(3)}, response, SamplingParams(24))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 
 try:
     import torch
+    from transformers import AutoModelForCausalLM
 
     from headwater.backends import BackendContext
     from headwater.backends.vllm.engine import VllmEngine
@@ -14,6 +16,7 @@ try:
     from headwater.core.errors import ServerLost
     from headwater.core.protocols import WeightUpdate
     from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams
+    from headwater.models.checksum import checksum
     from headwater.models.device import with_dtype
     from headwater.models.load import load_model, load_tokenizer
     from headwater.observe.spans import Spans
@@ -22,11 +25,21 @@ except ImportError as error:
     sys.exit(0)
 
 MODEL = "tiny:qwen3"
+OUTPUT_LAYER, TRANSFER = sys.argv[1:3]
 SAMPLING = SamplingParams(24, ignore_end=True)
 
 
 def request(number: int) -> ModelRequest:
     return ModelRequest(f"request-{number}", (5, 6, 7, 10 + number), SAMPLING, rng_key=number)
+
+
+def model_of(version: int) -> torch.nn.Module:
+    if OUTPUT_LAYER == "tied":
+        return load_model(MODEL, dtype="float32", device="cpu", seed=version)
+    config = load_model(MODEL, dtype="float32", device="cpu", seed=0).config
+    config.tie_word_embeddings = False
+    torch.manual_seed(version)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 async def ask(engine: VllmEngine) -> list[ModelResponse]:
@@ -48,14 +61,24 @@ def check(model: torch.nn.Module, response: ModelResponse, version: int) -> None
 
 
 def main() -> None:
-    settings = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64", f"model.path={MODEL}"]
+    with tempfile.TemporaryDirectory() as folder:
+        model_of(0).save_pretrained(folder)
+        load_tokenizer(MODEL).save_pretrained(folder)
+        run(folder)
+
+
+def run(path: str) -> None:
+    settings = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64", f"model.path={path}"]
+    settings.append(f"rollout.weight_transfer={TRANSFER}")
     config = with_dtype(load_config("quickstart", settings).config)
-    engine = VllmEngine.from_context(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+    engine = VllmEngine.from_context(BackendContext(config, path, load_tokenizer(path), Spans()))
     try:
         for version in (0, 1, 2):
-            model = load_model(MODEL, dtype="float32", device="cpu", seed=version)
+            model = model_of(version)
+            assert ("lm_head.weight" in dict(model.named_parameters())) == (OUTPUT_LAYER == "untied")
             if version:
                 engine.update_weights(WeightUpdate.of(version, model.named_parameters())).result(600)
+                assert engine.weights_checksum() == checksum(model.named_parameters())
             for response in asyncio.run(ask(engine)):
                 check(model, response, version)
         deltas = asyncio.run(follow(engine))

@@ -82,6 +82,12 @@ def test_every_folder_has_a_place_in_the_order():
     assert folders <= set(ORDER)
 
 
+def test_every_folder_of_code_comes_with_a_wheel():
+    """setuptools leaves out folders without ``__init__.py``."""
+    folders = {path.parent for path in files()}
+    assert not {str(each) for each in folders if not (each / "__init__.py").is_file()}
+
+
 def test_imports_flow_one_way():
     for path in files():
         folder = path.relative_to(SOURCE).parts[0]

@@ -230,6 +230,8 @@ class RayCluster:
                     "rollout.weight_folder to a folder that all nodes see"
                 ]
             )
+        if folder and backend_traits(config).is_foreign:
+            return "file"
         return transfers[-1]  # collective if the servers have it
 
     def reward_pool(self) -> RayRewardPool | None:

@@ -54,7 +54,10 @@ def chosen_transfer(config: Config) -> WeightTransfer | None:
     """How weights travel to the servers of this run; None if no supported way works for them."""
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
-    supported = backend_traits(config).transfers
+    traits = backend_traits(config)
+    supported = traits.transfers
+    if config.rollout.weight_folder and traits.is_foreign:  # it is given for servers that take only files
+        supported = tuple(sorted(supported, key="file".__ne__))
     works = [each for each in get_args(WeightTransfer) if each in supported and not transfer_problem(config, each)]
     return min(works, key=supported.index, default=None)
 
@@ -174,7 +177,8 @@ def cache_has_one_size(config: Config, layers: Layers) -> Iterator[Clash]:
 def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout, traits = config.rollout, backend_traits(config)
     wanted = rollout.weight_transfer
-    is_one_process = not rollout.is_separate and config.cluster.kind == "local"
+    # Another program has separate processes for the weights, also in the learner's process.
+    is_one_process = not rollout.is_separate and config.cluster.kind == "local" and not traits.is_foreign
     if is_one_process and wanted != "auto":
         yield Clash(
             ("rollout.weight_transfer", "rollout.placement"),
@@ -257,6 +261,13 @@ def weight_link_has_gpus(config: Config, layers: Layers) -> Iterator[Clash]:
             (key, "rollout.backend", "cluster.kind"),
             f"the process of the training loop sends the weights to {rollout.backend} servers, and with cluster.kind = "
             "ray it has no GPU to send from; use rollout.weight_link=gloo, or another rollout.backend",
+        )
+        return
+    if rollout.weight_link not in (links := backend_traits(config).links):
+        yield Clash(
+            (key, "rollout.backend"),
+            f"the servers of rollout.backend = {rollout.backend} take weights over {' or '.join(links)}; use another "
+            f"rollout.backend, {remedy}",
         )
         return
     used = {"model.device": [config.model.device]}

@@ -110,6 +110,8 @@ class BackendTraits(Traits):
     """The memory plan (``learner.residency``) knows its memory: it is Headwater's engine, in the learner's process."""
     transfers: tuple[str, ...] = ("shared_memory", "file", "collective", "cuda_ipc")
     """The values of ``rollout.weight_transfer`` that it supports, the preferred one first."""
+    links: tuple[str, ...] = ("gloo", "nccl")
+    """The values of ``rollout.weight_link`` that it supports."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 ``publish.py`` is the entry point. Each transport has one file with both of its ends:
 
 - ``memory.py``: the engine runs in this process.
-- ``shared_memory.py``: the engine runs in another process on this machine; two slots of one bucket each.
+- ``shared_memory.py``: the engine runs in another process on this machine; two slots of one bucket each. vLLM's workers
+  read the same slots, handed over by ``backends/vllm/weights.py``.
 - ``cuda_ipc.py``: as ``shared_memory.py``, with slots in the memory of a GPU.
 - ``file.py``: through a safetensors file.
 - ``collective.py``: the learner's ranks send to engines in other processes or on other machines, over torch process

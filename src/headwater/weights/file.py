@@ -37,7 +37,7 @@ from headwater.core.errors import ConfigError, WeightsError
 from headwater.core.processes import process_start
 from headwater.core.protocols import Bucket, WeightFile, WeightUpdate
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
-from headwater.weights.memory import no_weights, not_finite
+from headwater.weights.memory import as_announced, no_weights, not_finite
 from headwater.weights.safetensors_files import WHOLE, open_weights
 
 logger = logging.getLogger(__name__)
@@ -89,26 +89,17 @@ class FileWeights:
 
     @torch.no_grad()
     def write(self, buckets: Iterable[Bucket]) -> None:
-        """Write every bucket to its position. A tensor that is missing, unknown or of another shape is refused.
-
-        So are values that are not finite. They are checked here, on the device that holds them, so that the receiver
-        does not have to read the file twice.
-        """
+        """Write every bucket to its position. A tensor that is missing, unknown, of another shape or not finite is
+        refused."""
         assert self._descriptor is not None, "discarded"
-        missing = set(self._shapes)
+        # Receivers do not check the values: they would have to read the file twice.
+        checked = as_announced(buckets, self._shapes, self._dtype, kept=", the old weights stay in place")
         with mmap.mmap(self._descriptor, self._size) as buffer:
-            for bucket in buckets:
-                if problems := no_weights(bucket) or not_finite(bucket, self._dtype):
-                    raise WeightsError(f"weight update refused, the old weights stay in place: {problems[0]}")
+            for bucket in checked:
                 for name, tensor in bucket:
-                    if name not in missing or tuple(tensor.shape) != self._shapes[name]:
-                        raise WeightsError(f"{name} of shape {tuple(tensor.shape)}: was not announced, or came twice")
-                    missing.remove(name)
                     write_tensor(buffer, self._places[name], tensor, self._dtype)
             if self._is_shared:
                 buffer.flush()
-        if missing:
-            raise WeightsError(f"{len(missing)} tensors did not arrive, for example {min(missing)}")
         if self._is_shared:  # other machines see what was written only after that
             os.fsync(self._descriptor)
         name = self._folder.name.removesuffix(_PARTIAL)

@@ -34,6 +34,27 @@ def in_buckets(tensors: Iterable[tuple[str, Tensor]], max_bytes: int = BUCKET_BY
         yield bucket
 
 
+def as_announced(
+    buckets: Iterable[Bucket], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, kept: str = ""
+) -> Iterator[Bucket]:
+    """The buckets of a stream, whose tensors are checked on the device that holds them before they are sent.
+
+    ``WeightsError`` for a tensor that is missing, unknown, of another shape, or not finite as ``dtype``. ``kept`` is
+    added to the message if the receiver has changed nothing until the stream is complete.
+    """
+    missing = set(shapes)
+    for bucket in buckets:
+        if problems := no_weights(bucket) or not_finite(bucket, dtype):
+            raise WeightsError(f"weight update refused{kept}: {problems[0]}")
+        for name, tensor in bucket:
+            if name not in missing or tuple(tensor.shape) != tuple(shapes[name]):
+                raise WeightsError(f"{name} of shape {tuple(tensor.shape)}: was not announced, or came twice")
+            missing.remove(name)
+        yield bucket
+    if missing:
+        raise WeightsError(f"{len(missing)} tensors did not arrive, for example {min(missing)}")
+
+
 class Receiver:
     """Copies one weight update into a model's parameters, which keep their addresses.
 

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.shared_memory import SharedMemory
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +37,8 @@ from headwater.core.protocols import Bucket, WeightUpdate
 from headwater.core.waits import wait_until
 from headwater.models.device import DTYPES
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer, wait_for_answer
-from headwater.weights.file import reserve, write_tensor
+from headwater.weights.file import write_tensor
+from headwater.weights.segments import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -136,20 +136,14 @@ class SharedMemoryTransport:
 
 
 class SlotSender:
-    """Two slots, and how they are filled. Python removes the segment when this process ends, however it ends."""
+    """Two slots, and how they are filled."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.slot_bytes = slot_size(shapes, dtype)
-        self._segment: SharedMemory | None = SharedMemory(create=True, size=NUM_SLOTS * self.slot_bytes)
+        self._segment: Segment | None = Segment(NUM_SLOTS * self.slot_bytes)
         self._pinned: Tensor | None = None
         try:
-            descriptor = _posixshmem.shm_open(f"/{self._segment.name}", os.O_RDWR, mode=0o600)
-            try:
-                remedy = "give /dev/shm more space (docker run --shm-size), or use rollout.weight_transfer=file"
-                reserve(descriptor, NUM_SLOTS * self.slot_bytes, "shared memory", remedy)
-            finally:
-                os.close(descriptor)
             self._pinned = _pin(self._buffer)
         except BaseException:
             self.close()
@@ -201,13 +195,11 @@ class SlotSender:
         segment, self._segment = self._segment, None
         if segment is not None:
             segment.close()
-            segment.unlink()
 
     @property
     def _buffer(self) -> memoryview:
         assert self._segment is not None, "closed"
-        assert self._segment.buf is not None, "an open segment has its memory"
-        return self._segment.buf
+        return self._segment.buffer
 
 
 class SlotReceiver:

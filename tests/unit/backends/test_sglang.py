@@ -25,6 +25,7 @@ from tiny import model, tokenizer
 from headwater.backends import BackendContext
 from headwater.backends.fleet import make_fleet
 from headwater.backends.launch.child import ChildServer, Command, without_secret
+from headwater.backends.remote import group
 from headwater.backends.remote import requests as requests_module
 from headwater.backends.remote import servers as servers_module
 from headwater.backends.remote import session as session_module
@@ -47,7 +48,6 @@ from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, ModelResponse, SamplingParams
 from headwater.models.device import with_dtype
 from headwater.observe.spans import Spans
-from headwater.weights import collective
 from headwater.weights.publish import publish
 
 ANSWER = {
@@ -774,7 +774,7 @@ def test_streams_of_all_servers_share_the_connections_of_the_process():
 
 
 def test_the_error_of_a_server_that_refuses_a_group_is_not_hidden(monkeypatch):
-    monkeypatch.setattr(collective, "LIMIT_S", 0.5)
+    monkeypatch.setattr(group, "LIMIT_S", 0.5)
     player = Player()
     with serving(*player.routes()) as url:
         engine = SglangEngine.connect(url, context(f"rollout.servers=[{url}]", "rollout.weight_transfer=collective"))

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from headwater.backends import BackendContext
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.router.member import common_capabilities
-from headwater.backends.sglang.engine import SglangEngine, command
-from headwater.backends.sglang.weights import with_published_names
+from headwater.backends.sglang.engine import SglangEngine, command, with_published_names
 from headwater.backends.sglang.wire import NO_FEATURES
 from headwater.config.load import load_config
 from headwater.core.capabilities import Capabilities, check_features

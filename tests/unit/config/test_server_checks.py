@@ -38,7 +38,18 @@ CLASHES = [
     ([OWN, "rollout.launch.devices=[cpu]", "rollout.device=cpu"], "rollout.device = 'cpu'", ["remove one"]),
     ([NATIVE, NEAR, "engine.max_sequences=7"], "engine.max_sequences = 7", ["does not read this"]),
     ([OWN, "rollout.weight_folder=/nfs"], "rollout.weight_folder", ["rollout.weight_transfer=file"]),
-    ([VLLM, FAR], "rollout.weight_transfer = 'auto'", ["http://10.9.8.7:8000", "rollout.weight_folder"]),
+    (
+        [VLLM, FAR, "rollout.weight_transfer=file"],
+        "rollout.weight_transfer",
+        ["10.9.8.7:8000", "rollout.weight_folder"],
+    ),
+    ([VLLM, FAR, "rollout.weight_transfer=shared_memory"], "rollout.weight_transfer", ["no memory in common"]),
+    (
+        [VLLM, NEAR, "rollout.weight_transfer=cuda_ipc"],
+        "rollout.weight_transfer",
+        ["shared_memory or file or collective"],
+    ),
+    ([VLLM, NEAR, COLLECTIVE, NCCL], "rollout.weight_link", ["take weights over gloo", "another rollout.backend"]),
     ([SGLANG, FAR, "rollout.weight_encoding=delta"], "rollout.weight_encoding", ["headwater serve"]),
     (
         [SGLANG, NEAR, "rollout.weight_transfer=shared_memory"],
@@ -111,6 +122,9 @@ def test_weights_take_the_first_way_that_works_for_the_servers():
     assert chosen(NATIVE, FAR) == "collective"
     assert chosen(NATIVE, FAR, "rollout.weight_folder=/nfs") == "file"
     assert chosen(SGLANG, NEAR) == "file"
+    assert chosen(VLLM) == chosen(VLLM, NEAR) == "shared_memory"
+    assert chosen(VLLM, FAR) == "collective"
+    assert chosen(VLLM, NEAR, "rollout.weight_folder=/nfs") == chosen(VLLM, FAR, "rollout.weight_folder=/nfs") == "file"
 
 
 def test_the_page_about_weights_names_the_programs_that_take_each_transfer():

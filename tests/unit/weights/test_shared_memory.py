@@ -18,7 +18,7 @@ from log import own_records
 from headwater.core.errors import WeightsError
 from headwater.core.protocols import WeightUpdate
 from headwater.models.checksum import checksum
-from headwater.weights import shared_memory
+from headwater.weights import segments, shared_memory
 from headwater.weights.cuda_ipc import CudaIpcTransport, map_memory
 from headwater.weights.memory import Receiver, in_buckets
 from headwater.weights.shared_memory import NUM_SLOTS, SlotEntry, SlotReceiver, SlotSender
@@ -142,7 +142,7 @@ def test_no_space_is_told_with_a_remedy_and_leaves_nothing_behind(monkeypatch):
 
     made: list[SharedMemory] = []
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(shared_memory, "SharedMemory", remembering)
+    monkeypatch.setattr(segments, "SharedMemory", remembering)
     with pytest.raises(WeightsError, match=r"No space left on device.*weight_transfer=file"):
         SlotSender({"w": (3,)}, torch.float32)
     assert len(made) == 1

@@ -14,12 +14,15 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Seque
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
+import torch
+
 from headwater.backends import SERVER_KEY, BackendContext, check_length, engine_device
 from headwater.backends.launch.child import ChildServer, Command, StartChild
-from headwater.backends.remote.link import LinkLost, ServerInfo, ServerLink
+from headwater.backends.remote.link import LinkLost, ServerInfo, ServerLink, WeightStream
 from headwater.backends.remote.media import MediaPrompts
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.remote.requests import OpenRequest, ServedModel, given_whole
@@ -149,6 +152,10 @@ class RemoteEngine:
         """Raise ``ConfigError`` if a running server serves another model, or cannot take new weights."""
         raise NotImplementedError
 
+    def _make_stream(self) -> WeightStream | None:
+        """How weights reach the server without a file; None if they do not."""
+        raise NotImplementedError
+
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         """Why the server would not sample as it is asked, or report other log-probs than those that it sampled with."""
         raise NotImplementedError
@@ -173,6 +180,10 @@ class RemoteEngine:
         assert self._session.info is not None, "started"
         return self._session.info
 
+    @cached_property
+    def _stream(self) -> WeightStream | None:
+        return self._make_stream()
+
     # What it is
 
     @property
@@ -190,7 +201,7 @@ class RemoteEngine:
         modes: tuple[UpdateMode, ...] = ("interrupt", "drain")
         return replace(
             self.declared_capabilities,
-            file_weights=True,
+            file_weights=self._stream is None,
             media=self._info.takes_media and self._model.processor is not None and not problem,
             media_problem=problem,
             dtype=self._info.dtype,
@@ -349,8 +360,19 @@ class RemoteEngine:
             update.close()
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        stream = self._stream
+        if stream is None:
+            self._send_file(update, mode)
+            return
+
+        def load(link: ServerLink, label: str) -> Coroutine[Any, Any, None]:
+            return stream.load(link, self._info, update, label, flush=mode != "in_flight")
+
+        self._update(update.version, mode, load)
+
+    def _send_file(self, update: WeightUpdate, mode: UpdateMode) -> None:
         """Write the weights to a file, which the server loads."""
-        written = written_file(update, DTYPES[self._info.dtype], self._config.rollout.weight_folder)  # type: ignore[index]
+        written = written_file(update, self._dtype, self._config.rollout.weight_folder)
         folder, keeps = str(written.path.parent), mode == "in_flight"
         try:
             self._update(
@@ -366,6 +388,11 @@ class RemoteEngine:
                 written.discard()
             raise
         self._keep(written)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The number type in which the server takes weights."""
+        return DTYPES[self._info.dtype]  # type: ignore[index]
 
     def _update(self, version: int, mode: UpdateMode, load: Callable[[Any, str], Any], *, folder: str = "") -> None:
         limit_s = max(ENGINE_CALL_LIMIT_S, self._config.rollout.timeout_s)
@@ -392,6 +419,8 @@ class RemoteEngine:
             self._resources.close()
 
     async def _end(self) -> None:
+        if (stream := self.__dict__.get("_stream")) is not None:  # it has been used
+            await stream.end()
         await self._session.end()
         await self._server.end()
 

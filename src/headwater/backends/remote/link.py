@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from headwater.backends.remote.media import NO_MEDIA, MediaPrompt
 from headwater.core.capabilities import MemoryTag
+from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, StopReason
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -62,6 +63,8 @@ class ServerInfo:
     """Its workers have the methods of ``vllm/inside/headwater_vllm_worker.py``."""
     num_workers: int = 1
     """Processes that hold weights."""
+    receives_weights: bool = False
+    """Its workers take weights from shared memory and over process groups (``vllm/inside``)."""
     vocab_size: int | None = None
     """If it tells."""
     takes_media: bool = False
@@ -123,6 +126,22 @@ class StreamedTokens:
 def read_spans(told: Sequence[Mapping[str, Any]] | None) -> tuple[Span, ...]:
     """From ``weight_versions``, which vLLM and SGLang write alike."""
     return tuple(Span(str(each["version"]), int(each["start"]), int(each["end"])) for each in told or ())
+
+
+class WeightStream(Protocol):
+    """Sends weights to the processes of a server without a file. A process that replaces one does not have them.
+
+    It belongs to the event loop of the link.
+    """
+
+    checksum: str
+    """Of what has arrived, as the processes of the server have computed it; empty if they tell none."""
+
+    async def load(self, link: Any, info: ServerInfo, update: WeightUpdate, label: str, *, flush: bool) -> None:
+        """Return when the server uses the weights under this label. ``flush`` empties its cache of prompts."""
+        ...
+
+    async def end(self) -> None: ...
 
 
 class ServerLink(Protocol):

@@ -38,6 +38,7 @@ from headwater.core.errors import (
     ServerLost,
     TransferLost,
     WaitTimeout,
+    WeightsError,
     WeightsIncomplete,
 )
 from headwater.core.waits import named_wait
@@ -398,7 +399,9 @@ class RemoteSession:
         label = str(version)
         try:
             await load(link, label)
-        except (RequestError, RolloutFailed) as error:
+        except (WeightsIncomplete, TransferLost):
+            raise
+        except (RequestError, RolloutFailed, WeightsError) as error:
             raise WeightsIncomplete(
                 f"{self.name}: loading version {version} failed, and its weights may be parts of two versions; it "
                 f"generates nothing until an update succeeds: {error}"

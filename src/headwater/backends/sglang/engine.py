@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from headwater.backends import BACKENDS, BackendContext, other_model
 from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine
-from headwater.backends.remote.link import ServerInfo, ServerLink
+from headwater.backends.remote.link import ServerInfo, ServerLink, WeightStream
 from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.servers import LaunchedServer, child_command, must_release_memory
 from headwater.backends.sglang.http import SglangLink
@@ -56,8 +56,6 @@ class SglangEngine(RemoteEngine):
     """An ``InferenceEngine`` whose work is done by an SGLang server."""
 
     program: ClassVar[str] = "SGLang"
-    _sender: Any = None
-    """The group over which weights are sent, with the server's present process."""
 
     @classmethod
     def _command(
@@ -110,8 +108,8 @@ class SglangEngine(RemoteEngine):
 
     @property
     def capabilities(self) -> Capabilities:
-        is_file = chosen_transfer(self._config) != "collective"
-        return replace(super().capabilities, file_weights=is_file and not self._renames)
+        own = super().capabilities
+        return replace(own, file_weights=own.file_weights and not self._renames)
 
     @property
     def _renames(self) -> bool:
@@ -154,44 +152,36 @@ class SglangEngine(RemoteEngine):
             "rollout.top_p=1 and rollout.min_p=0"
         )
 
-    def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
-        if self._renames:
-            from headwater.backends.sglang.weights import with_published_names
-
-            update = with_published_names(update)
+    def _make_stream(self) -> WeightStream | None:
         if chosen_transfer(self._config) != "collective":
-            super()._send(update, mode)
-            return
+            return None
+        from headwater.backends.remote.group import GroupStream
 
-        async def load(link: ServerLink, label: str) -> None:
-            assert isinstance(link, SglangLink), "made above"
-            sender = await self._joined(link)
-            try:
-                await sender.send(update, DTYPES[self._info.dtype], label, flush=mode != "in_flight")  # type: ignore[index]
-            except BaseException:
-                sender.close()
-                self._sender = None
-                raise
+        return GroupStream(self._config.rollout.weight_link, self._dtype)
 
-        self._update(update.version, mode, load)
+    def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        super()._send(with_published_names(update) if self._renames else update, mode)
 
-    async def _joined(self, link: SglangLink) -> Any:
-        """The group with the server's present process, which is kept for the next updates."""
-        from headwater.backends.sglang.weights import GroupSender
-        from headwater.weights.collective import LIMIT_S
 
-        if self._sender is None or self._sender.link is not link:
-            if self._sender is not None:
-                self._sender.close()
-            sender = GroupSender(link, self._info, self._config.rollout.weight_link, limit_s=LIMIT_S)
-            await sender.join()
-            self._sender = sender
-        return self._sender
+_PUBLISHED_NAMES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+"""How the names of a vision model in memory begin, and those in the published files of Qwen2.5-VL."""
 
-    async def _end(self) -> None:
-        if self._sender is not None:
-            await self._sender.leave()
-        await super()._end()
+
+def with_published_names(update: WeightUpdate) -> WeightUpdate:
+    """An update of a vision model with the only names that SGLang's Qwen2.5-VL has; its Qwen3-VL has both.
+
+    For other names of the decoder its process ends, and it ignores other names of the tower without a word.
+    """
+    shapes = {_published(name): shape for name, shape in update.shapes.items()}
+    buckets = ([(_published(name), tensor) for name, tensor in bucket] for bucket in update.buckets)
+    return replace(update, shapes=shapes, buckets=buckets, direct=None, file=None, again=None)
+
+
+def _published(name: str) -> str:
+    for own, published in _PUBLISHED_NAMES:
+        if name.startswith(own):
+            return published + name.removeprefix(own)
+    return name
 
 
 def command(

@@ -207,9 +207,15 @@ class SglangLink(HttpCalls):
         if self.dialect.has_update_calls and not self.is_ours:
             await self._succeeds("/end_weight_update", {})
 
-    async def receive(self, body: Mapping[str, Any]) -> None:
+    @property
+    def takes_whole(self) -> bool:
+        """``headwater serve`` checks the tensors of a model together."""
+        return self.is_ours
+
+    async def receive(self, body: Mapping[str, Any]) -> str:
         """Receive tensors over the group; returns when the model has them."""
         await self._succeeds("/update_weights_from_distributed", body)
+        return ""  # SGLang tells no checksum
 
     async def _succeeds(self, path: str, body: Mapping[str, Any]) -> None:
         answer = await self._call("POST", path, body)

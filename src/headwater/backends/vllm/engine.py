@@ -16,16 +16,19 @@ from typing import ClassVar
 from headwater.backends import BACKENDS, BackendContext
 from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine
-from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerLink
+from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerLink, WeightStream
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
+from headwater.backends.vllm.weights import check_transfer, make_stream
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities
-from headwater.core.errors import ConfigError, RequestError
+from headwater.core.errors import ConfigError, RequestError, WeightsError
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.core.waits import named_wait
 
 _PROBE_LIMIT_S = 120.0
+_OPTIONS = f"--worker-extension-cls {OWN_WORKER} and PYTHONPATH={INSIDE}"
+"""With which a running server has the methods of ``inside/``."""
 _PROCESSED, _RAW = "processed_logprobs", "raw_logprobs"
 
 
@@ -45,7 +48,8 @@ _PROCESSED, _RAW = "processed_logprobs", "raw_logprobs"
         gpu_settings=("memory_fraction",),  # on a CPU, vLLM takes a fixed size if none is given
         connects=True,
         is_foreign=True,
-        transfers=("file",),
+        transfers=("shared_memory", "file", "collective"),
+        links=("gloo",),
     )
 )
 class VllmEngine(RemoteEngine):
@@ -74,6 +78,7 @@ class VllmEngine(RemoteEngine):
     ) -> None:
         where = f"the vLLM server at {url}"
         if context.owns_weights:
+            check_transfer(context.config, info, where, _OPTIONS)
             check_reload(info, model, where)
         await check_vocabulary(link, model, where)
 
@@ -88,6 +93,28 @@ class VllmEngine(RemoteEngine):
             engine = cls("vLLM", context, model, lambda session: InProcessServer(session, context, folder))
             engine._resources = stack.pop_all()
         return engine
+
+    def _check_run(self, context: BackendContext) -> None:
+        super()._check_run(context)
+        if context.owns_weights:
+            check_transfer(context.config, self._info, self._name, _OPTIONS)
+
+    def _make_stream(self) -> WeightStream | None:
+        # Who does not own the weights takes them from another program, which does not know where the servers are.
+        return make_stream(self._config, self._info, self._dtype) if self._session.weights.is_owned else None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, checksums=self._stream is not None)
+
+    def weights_checksum(self) -> str:
+        """Of what the workers have received. They store it in their own layout."""
+        stream, weights = self._stream, self._session.weights
+        if stream is None:
+            return super().weights_checksum()
+        if weights.is_needed or not stream.checksum:
+            raise WeightsError(f"{self._name} has not received complete weights from this run")
+        return stream.checksum
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         return logprobs_problem(self._info.logprobs_mode, sampling)
@@ -116,7 +143,7 @@ def check_reload(info: ServerInfo, model: RunModel, where: str) -> None:
         raise ConfigError(
             [
                 f"{where}: on a CPU, vLLM does not reload an output layer that shares its weights with the embedding; "
-                f"start it with --worker-extension-cls {OWN_WORKER} and PYTHONPATH={INSIDE}"
+                f"start it with {_OPTIONS}"
             ]
         )
 

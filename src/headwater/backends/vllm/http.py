@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from headwater.backends.remote.http import HttpCalls
 from headwater.backends.remote.link import PauseMode, Sending, ServerInfo, StreamedTokens
+from headwater.backends.vllm.weights import WorkerCalls
 from headwater.backends.vllm.wire import dialect_of, read_event, write_request
 from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import ConfigError, RequestError, RolloutFailed
@@ -19,7 +20,7 @@ OWN_WORKER = "headwater_vllm_worker.Worker"
 """The class in this folder whose methods vLLM's workers get."""
 
 
-class VllmLink(HttpCalls):
+class VllmLink(WorkerCalls, HttpCalls):
     """The calls to one server."""
 
     program: ClassVar[str] = "vLLM"
@@ -55,8 +56,7 @@ class VllmLink(HttpCalls):
     async def _told(self) -> Mapping[str, Any]:
         """vLLM's config as JSON. The workers' own method is much faster, but only servers of a run have it."""
         try:
-            answer = await self._call("POST", "/collective_rpc", {"method": "headwater_describe"})
-            told: Mapping[str, Any] = answer["results"][0]
+            told: Mapping[str, Any] = (await self.call_workers("headwater_describe"))[0]
         except RolloutFailed as error:
             if isinstance(error, RequestError):
                 raise
@@ -84,7 +84,15 @@ class VllmLink(HttpCalls):
 
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
         argument = "folder" if self._reload == "headwater_reload" else "weights_path"
-        await self._call("POST", "/collective_rpc", {"method": self._reload, "kwargs": {argument: folder}})
+        await self.call_workers(self._reload, **{argument: folder})
+        await self.use_loaded(label)
+
+    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+        answer = await self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+        results: Sequence[Any] = answer.get("results") or ()
+        return results
+
+    async def use_loaded(self, label: str) -> None:
         if self._reads_images and self._dialect.takes_images:
             # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
             await self._call("POST", "/reset_encoder_cache", is_text=True)
@@ -110,6 +118,7 @@ class VllmLink(HttpCalls):
 def read_info(version: str, told: Mapping[str, Any]) -> ServerInfo:
     """From vLLM's config as JSON."""
     model, device = told["model_config"], str(told["device_config"]["device"])
+    parallel, own = told["parallel_config"], told.get("headwater") or {}
     return ServerInfo(
         version=version,
         model=str(model["model"]),
@@ -123,6 +132,9 @@ def read_info(version: str, told: Mapping[str, Any]) -> ServerInfo:
         can_sleep=bool(model.get("enable_sleep_mode")) and device != "cpu",
         logprobs_mode=str(model["logprobs_mode"]),
         takes_media=dialect_of(version).takes_images,
-        has_own_worker=told["parallel_config"].get("worker_extension_cls") == OWN_WORKER,
+        has_own_worker=parallel.get("worker_extension_cls") == OWN_WORKER,
+        num_workers=int(parallel.get("world_size", 1)),
+        # Of several data-parallel engines, only the first one would answer.
+        receives_weights=bool(own.get("receives_weights")) and parallel.get("data_parallel_size") == 1,
         text_config=model.get("text_config") or {},
     )

@@ -16,6 +16,7 @@ from headwater.backends.remote.link import Garbage, LinkLost, PauseMode, Sending
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import MEDIA_LIMITS, engine_settings, reads_images
+from headwater.backends.vllm.weights import WorkerCalls
 from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
 from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
@@ -58,7 +59,7 @@ class InProcessServer:
             await self._link.close()
 
 
-class InProcessLink:
+class InProcessLink(WorkerCalls):
     """The calls to vLLM's ``AsyncLLM``."""
 
     def __init__(self, engine: Any, version: str, *, reads_images: bool = False) -> None:
@@ -116,6 +117,8 @@ class InProcessLink:
             logprobs_mode=str(config.model_config.logprobs_mode),
             takes_media=True,
             has_own_worker=True,
+            num_workers=config.parallel_config.world_size,
+            receives_weights=True,
         )
 
     async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
@@ -162,11 +165,24 @@ class InProcessLink:
         with _engine_errors("resumes"):
             await self._engine.resume_generation()
 
+    @property
+    def url(self) -> str:
+        """Where its workers are."""
+        return "http://127.0.0.1"
+
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
-        with _engine_errors(f"loads {folder}"):
-            await self._engine.collective_rpc("headwater_reload", kwargs={"folder": folder})
-            if self._reads_images:
-                # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
+        await self.call_workers("headwater_reload", folder=folder)
+        await self.use_loaded(label)
+
+    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+        with _engine_errors(f"calls {method}"):
+            answers: Sequence[Any] = await self._engine.collective_rpc(method, kwargs=arguments)
+            return answers
+
+    async def use_loaded(self, label: str) -> None:
+        if self._reads_images:
+            # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
+            with _engine_errors("resets its cache of images"):
                 await self._engine.reset_encoder_cache()
         await self.set_label(label)
 

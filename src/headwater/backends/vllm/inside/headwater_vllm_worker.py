@@ -5,16 +5,34 @@ Headwater is not installed in that environment, so this file uses only what vLLM
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+import torch
+from headwater_vllm_weights import (  # type: ignore[import-not-found]  # its folder is on the path of the workers
+    ArrivalError,
+    Arriving,
+    GroupReader,
+    LentMemory,
+    SlotReader,
+    join_group,
+)
+
+logger = logging.getLogger("vllm.headwater")  # below vLLM's own, which has a handler
 
 
 class Worker:
     """Methods in addition to those of vLLM's worker, whose class it becomes a base of."""
 
+    _headwater_memory: LentMemory | None = None
+    """The slots of the last update, which stay mapped for the next one."""
+    _headwater_group: Any = None
+    """Name and process group over which weights come."""
+
     def headwater_describe(self) -> dict[str, Any]:
         """The settings that ``/server_info`` tells too, which takes half a minute for other things."""
         config = self.vllm_config  # type: ignore[attr-defined]
-        model = config.model_config
+        model, parallel = config.model_config, config.parallel_config
         texts = model.hf_text_config.to_dict()
         return {
             "instance_id": str(config.instance_id),
@@ -29,18 +47,87 @@ class Worker:
             },
             "scheduler_config": {"max_num_seqs": config.scheduler_config.max_num_seqs},
             "device_config": {"device": str(config.device_config.device_type)},
-            "parallel_config": {"worker_extension_cls": config.parallel_config.worker_extension_cls},
+            "parallel_config": {
+                "worker_extension_cls": parallel.worker_extension_cls,
+                "world_size": parallel.world_size,
+                "data_parallel_size": parallel.data_parallel_size,
+            },
+            "headwater": {"receives_weights": True},
         }
 
     def headwater_reload(self, folder: str) -> None:
-        """Load the safetensors files of a folder.
+        """Load the safetensors files of a folder."""
+        self._headwater_load(weights_path=folder)
+
+    def headwater_receive_slots(self, **order: Any) -> dict[str, str]:
+        """Load weights from shared memory. Returns their checksum, or why they did not arrive completely."""
+        worker: Any = self
+        try:
+            reader = SlotReader(worker.rank, worker.device, kept=self._headwater_memory, **order)
+        except ArrivalError as error:
+            return {"failure": str(error)}
+        self._headwater_memory = reader.memory
+        try:
+            return self._headwater_receive(reader)
+        except BaseException:
+            reader.give_up()  # so that the others learn it before they wait for their next slot in vain
+            raise
+
+    def headwater_join_group(self, address: str, port: int, name: str, size: int, limit_s: float) -> None:
+        """Join the group over which weights come, as the member after those of smaller ranks."""
+        worker: Any = self
+        self._headwater_group = None  # an earlier one, of a sender that has ended
+        self._headwater_group = (name, join_group(address, port, name, worker.rank + 1, size, limit_s))
+
+    def headwater_leave_group(self, name: str) -> None:
+        if self._headwater_group is not None and self._headwater_group[0] == name:
+            self._headwater_group = None
+
+    def headwater_receive_group(self, name: str, **order: Any) -> dict[str, str]:
+        """Load weights that come over the group. Returns the same as ``headwater_receive_slots``."""
+        worker: Any = self
+        if self._headwater_group is None or self._headwater_group[0] != name:
+            return {"failure": f"this worker is not in the group {name}"}
+        answer = {"failure": "vLLM cannot load the weights"}
+        try:
+            answer = self._headwater_receive(GroupReader(self._headwater_group[1], worker.device, **order))
+        finally:
+            if "failure" in answer:
+                self._headwater_group = None  # the sender's next operation fails at once
+        return answer
+
+    def _headwater_receive(self, arriving: Arriving) -> dict[str, str]:
+        self._headwater_load(weights_iterator=arriving.tensors())
+        if arriving.failure:
+            logger.warning("the weights are incomplete and need another update: %s", arriving.failure)
+            return {"failure": arriving.failure}
+        return {"checksum": arriving.checksum()}
+
+    def _headwater_load(self, **source: Any) -> None:
+        """Load weights from where vLLM's ``reload_weights`` says.
 
         On a CPU, vLLM packs the weights of a layer when it loads them. It does so again when they are reloaded, except
         for an output layer that shares its weights with the embedding: that one would keep the old ones.
         """
         worker: Any = self
-        worker.reload_weights(weights_path=folder)
-        for layer in worker.model_runner.get_model().modules():
+        model = worker.model_runner.get_model()
+        try:
+            worker.reload_weights(**source)
+        except BaseException:
+            self._headwater_finish(model)
+            raise
+        for layer in model.modules():
             weight = getattr(layer, "weight", None)
             if hasattr(layer, "cpu_linear") and weight is not None and weight.dim() == 2 and weight.numel():
                 layer.quant_method.process_weights_after_loading(layer)
+        if worker.device.type == "cuda":
+            torch.cuda.empty_cache()  # the copies of slots, for others on this GPU
+
+    def _headwater_finish(self, model: Any) -> None:
+        """End a load that failed. vLLM would mix the layers that it has begun with those of the next load."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        worker: Any = self
+        with set_current_vllm_config(worker.vllm_config):
+            finalize_layerwise_reload(model, worker.vllm_config.model_config)
