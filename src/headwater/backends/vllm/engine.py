@@ -18,12 +18,16 @@ from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerLink
 from headwater.backends.remote.model import RunModel, model_folder
+from headwater.backends.vllm.adapters import check_adapters
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
 from headwater.config.traits import BackendTraits
-from headwater.core.capabilities import Capabilities
-from headwater.core.errors import ConfigError, RequestError
+from headwater.core.capabilities import Capabilities, UpdateMode
+from headwater.core.errors import BaseMissing, ConfigError, RequestError
+from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.core.waits import named_wait
+from headwater.models.device import DTYPES
+from headwater.weights.adapter_files import AdaptedFiles, written_adapters
 
 _PROBE_LIMIT_S = 120.0
 _PROCESSED, _RAW = "processed_logprobs", "raw_logprobs"
@@ -45,6 +49,7 @@ _PROCESSED, _RAW = "processed_logprobs", "raw_logprobs"
         gpu_settings=("memory_fraction",),  # on a CPU, vLLM takes a fixed size if none is given
         connects=True,
         is_foreign=True,
+        takes_adapters=True,
         transfers=("file",),
     )
 )
@@ -75,7 +80,24 @@ class VllmEngine(RemoteEngine):
         where = f"the vLLM server at {url}"
         if context.owns_weights:
             check_reload(info, model, where)
+            await cls._check_adapters(link, info, context, model, where)
         await check_vocabulary(link, model, where)
+
+    @classmethod
+    async def _check_adapters(
+        cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, where: str
+    ) -> None:
+        if context.config.rollout.publish == "adapter":
+            await check_adapters(link, info, context, model, where)
+
+    def _check_run(self, context: BackendContext) -> None:
+        super()._check_run(context)
+        if context.owns_weights and not context.config.rollout.servers:  # running ones are checked at every connection
+
+            async def check() -> None:
+                await self._check_adapters(await self._session.link(), self._info, context, self._model, self._name)
+
+            self._do(check(), f"{self._name} tells which adapters it computes")
 
     @classmethod
     def from_context(cls, context: BackendContext) -> VllmEngine:
@@ -88,6 +110,45 @@ class VllmEngine(RemoteEngine):
             engine = cls("vLLM", context, model, lambda session: InProcessServer(session, context, folder))
             engine._resources = stack.pop_all()
         return engine
+
+    @property
+    def capabilities(self) -> Capabilities:
+        can = super().capabilities
+        if self._config.rollout.publish == "full":
+            return can
+        return replace(can, adapters=True, peft_alpha=float(self._config.lora.alpha))
+
+    def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        if self._config.rollout.publish == "full":
+            super()._send(update, mode)
+        else:
+            self._send_adapters(update, mode)
+
+    def _send_adapters(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        """Write the adapters to a folder that the server loads, and before that the weights below them if they came."""
+        has_adapters, older = bool(self._session.weights.adapter_folder), self._newest
+        written = written_adapters(
+            update,
+            DTYPES[self._info.dtype],  # type: ignore[index]
+            alpha=self._config.lora.alpha,
+            shared_folder=self._config.rollout.weight_folder,
+        )
+        with_weights = written.weights is not None
+        if not with_weights and isinstance(older, AdaptedFiles):
+            written = written.over(older)
+        if written.weights is None:
+            written.discard()
+            raise BaseMissing("the server has not been given the weights that the adapters belong to; send all weights")
+        folder, adapter_folder = str(written.weights.path.parent), str(written.path.parent)
+
+        async def load(link: ServerLink, label: str) -> None:
+            if with_weights:
+                await link.reload(folder, label, keeps_cache=mode == "in_flight")
+            await link.load_adapters(adapter_folder, label)
+
+        # Requests that were sent before the server had adapters do not name them, so they cannot be kept.
+        chosen: UpdateMode = "interrupt" if mode == "in_flight" and not has_adapters else mode
+        self._load_files(written, update.version, chosen, load, folder=folder, adapter_folder=adapter_folder)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         return logprobs_problem(self._info.logprobs_mode, sampling)
