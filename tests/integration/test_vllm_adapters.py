@@ -58,13 +58,13 @@ pytestmark = [
 
 def context(*settings: str, rank: int = RANK) -> BackendContext:
     base = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=256", f"model.path={MODEL}"]
-    base += ["rollout.publish=adapter", f"lora.rank={rank}", f"lora.alpha={ALPHA}", "engine.page_tokens=32"]
+    base += ["rollout.publish=adapter", f"lora.rank={rank}", f"lora.alpha={ALPHA}"]
     config = with_dtype(load_config("quickstart", [*base, *settings]).config)
     return BackendContext(config, MODEL, load_tokenizer(MODEL), Spans())
 
 
 def launched(*settings: str, devices: int = 1) -> VllmEngine:
-    launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}", *settings)
+    launch = ("rollout.placement=disaggregated", f"rollout.launch.python={PYTHON}", "engine.page_tokens=32", *settings)
     return VllmEngine.launch(context(*launch), ["cpu"] * devices)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the policy with adapters
 
 try:
     import torch
@@ -17,6 +20,8 @@ try:
     from headwater.models.device import with_dtype
     from headwater.models.load import load_model, load_tokenizer
     from headwater.observe.spans import Spans
+    from headwater.weights.publish import AdaptersAlone, publish
+    from unit.engine.adapters import ALPHA, RANK, Adapted
 except ImportError as error:
     print(f"NO PACKAGE: {error}")  # noqa: T201  read by the test
     sys.exit(0)
@@ -47,10 +52,32 @@ def check(model: torch.nn.Module, response: ModelResponse, version: int) -> None
     assert set(response.output_versions) == {version}
 
 
-def main() -> None:
-    settings = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64", f"model.path={MODEL}"]
-    config = with_dtype(load_config("quickstart", settings).config)
-    engine = VllmEngine.from_context(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+def started(*settings: str) -> VllmEngine:
+    base = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64", f"model.path={MODEL}"]
+    config = with_dtype(load_config("quickstart", [*base, *settings]).config)
+    return VllmEngine.from_context(BackendContext(config, MODEL, load_tokenizer(MODEL), Spans()))
+
+
+def update_adapters() -> None:
+    """Adapters alone, after the weights that they belong to."""
+    engine = started("rollout.publish=adapter", f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
+    policy, alone = Adapted("float32", "cpu"), AdaptersAlone()
+    try:
+        for version in (1, 2, 3):
+            policy.train(version)
+            sent = publish(policy, engine, version, adapters=alone)
+            assert (sent.num_bytes < 500_000) == (version > 1), sent.num_bytes
+            model = load_model(MODEL, dtype="float32", device="cpu", seed=0)
+            merged = {name: each for bucket in policy.export() for name, each in bucket}
+            model.load_state_dict(merged, strict=False)
+            for response in asyncio.run(ask(engine)):
+                check(model, response, version)
+    finally:
+        engine.close()
+
+
+def update_weights() -> None:
+    engine = started()
     try:
         for version in (0, 1, 2):
             model = load_model(MODEL, dtype="float32", device="cpu", seed=version)
@@ -75,8 +102,11 @@ def main() -> None:
         assert not engine.status().is_alive
     finally:
         engine.close()
-    print("all is well")  # noqa: T201  read by the test
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["adapters"]:
+        update_adapters()
+    else:
+        update_weights()
+    print("all is well")  # noqa: T201  read by the test
