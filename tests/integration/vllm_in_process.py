@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the policy with adapte
 
 try:
     import torch
+    from unit.engine.adapters import ALPHA, RANK, Adapted
 
     from headwater.backends import BackendContext
     from headwater.backends.vllm.engine import VllmEngine
@@ -21,7 +22,6 @@ try:
     from headwater.models.load import load_model, load_tokenizer
     from headwater.observe.spans import Spans
     from headwater.weights.publish import AdaptersAlone, publish
-    from unit.engine.adapters import ALPHA, RANK, Adapted
 except ImportError as error:
     print(f"NO PACKAGE: {error}")  # noqa: T201  read by the test
     sys.exit(0)
