@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import one_gpu
 import torch
+from engine.adapters import Adapted
 from ports import free_port
 
 from headwater.backends.launch.child import ChildServer, Command
@@ -223,6 +224,13 @@ def adapters_alone(group: torchrun.TorchrunGroup, config: Config) -> dict[str, A
         seen["replaced"] = _until_served(learner, router, engines, adapters)
         draw(5)
         seen["5"] = sent(learner, router, engines, 5, adapters)
+        alone, engine = AdaptersAlone(), engines[0]
+        policy = Adapted("float32", "cpu")  # no ranks, so its stream is sent
+        for version in (6, 7):
+            policy.train(version)
+            published = publish(policy, engine, version, adapters=alone)
+            is_served = engine.weights_checksum() == published.serving
+            seen[f"streamed {version}"] = {"is_served": is_served, "num_bytes": published.num_bytes}
     return seen
 
 

@@ -55,6 +55,8 @@ def test_two_ranks_send_to_two_engines_and_survive_one_that_dies_or_stops(tmp_pa
     assert max(sizes[1:]) < NUM_BYTES / 10
     assert alone["killed"]["is_served"]
     assert alone["replaced"] == {"versions": [4, 4], "num_checksums": 1}, "it got the weights below them again"
+    for version, num_bytes in (("6", sizes[0]), ("7", sizes[1])):
+        assert alone[f"streamed {version}"] == {"is_served": True, "num_bytes": num_bytes}
     # Far below the limit of an engine call, which is an hour.
     assert max(seen["killed"]["seconds"], seen["stopped"]["seconds"]) < 600
 

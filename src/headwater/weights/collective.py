@@ -68,7 +68,7 @@ class CollectiveTransport:
     def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
         direct = update.direct
         if direct is None:  # the weights are not a learner's
-            direct = DirectSend(StreamSource(update))
+            direct = DirectSend(StreamSource(update), "adapters" if update.adapters_alone else "merged")
         with _meeting:
             if direct.rendezvous is None:
                 dtype = _DTYPE_NAMES[self._dtype]

@@ -80,24 +80,20 @@ class VllmEngine(RemoteEngine):
         where = f"the vLLM server at {url}"
         if context.owns_weights:
             check_reload(info, model, where)
-            await cls._check_adapters(link, info, context, model, where)
+            if context.config.rollout.publish == "adapter":
+                await check_adapters(link, info, context, model, where)
         await check_vocabulary(link, model, where)
-
-    @classmethod
-    async def _check_adapters(
-        cls, link: ServerLink, info: ServerInfo, context: BackendContext, model: RunModel, where: str
-    ) -> None:
-        if context.config.rollout.publish == "adapter":
-            await check_adapters(link, info, context, model, where)
 
     def _check_run(self, context: BackendContext) -> None:
         super()._check_run(context)
-        if context.owns_weights and not context.config.rollout.servers:  # running ones are checked at every connection
+        rollout = context.config.rollout
+        if rollout.publish == "full" or rollout.servers:  # running ones are checked at every connection
+            return
 
-            async def check() -> None:
-                await self._check_adapters(await self._session.link(), self._info, context, self._model, self._name)
+        async def check() -> None:
+            await check_adapters(await self._session.link(), self._info, context, self._model, self._name)
 
-            self._do(check(), f"{self._name} tells which adapters it computes")
+        self._do(check(), f"{self._name} tells which adapters it computes")
 
     @classmethod
     def from_context(cls, context: BackendContext) -> VllmEngine:
