@@ -51,7 +51,7 @@ from headwater.backends.vllm.engine import VllmEngine
 from headwater.config.load import load_config
 from headwater.config.schema import EngineConfig, WeightTransfer
 from headwater.core.errors import HeadwaterError
-from headwater.core.parcels import Parcel, SendOrder, SendReport
+from headwater.core.parcels import Content, Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket, InferenceEngine
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.engine.engine import Engine
@@ -95,13 +95,13 @@ class OneRank:
     def export(self) -> Iterator[Bucket]:
         return in_buckets(self._tensors.items())
 
-    def parcels(self) -> list[Parcel]:
+    def parcels(self, content: Content = "merged") -> list[Parcel]:
         return [Parcel.whole(name, shape) for name, shape in self.shapes().items()]
 
     def connect(self, order: SendOrder) -> list[SendReport]:
         return self._kept(order, self._sender.connect(order))
 
-    def broadcast(self, order: SendOrder) -> list[SendReport]:
+    def broadcast(self, order: SendOrder, content: Content = "merged") -> list[SendReport]:
         return self._kept(order, self._sender.send(order, self.parcels(), iter(self._tensors.values())))
 
     def _kept(self, order: SendOrder, report: SendReport) -> list[SendReport]:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 import one_gpu
 import torch
+from engine.adapters import Adapted
 from ports import free_port
 
 from headwater.backends.launch.child import ChildServer, Command
@@ -31,14 +32,15 @@ from headwater.backends.native.places import ForeignServer, OwnServer, engine_ar
 from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.cluster import torchrun
 from headwater.config.load import load_config
-from headwater.config.schema import EngineConfig, WeightLink
-from headwater.core.parcels import Parcel
+from headwater.config.schema import Config, EngineConfig, WeightLink
+from headwater.core.parcels import Content, Parcel
 from headwater.learner.build import LearnerSpec, build_learner
+from headwater.learner.held import held_by
 from headwater.models.load import load_model
 from headwater.observe.spans import Spans
 from headwater.weights import collective, pieces
 from headwater.weights.memory import in_buckets
-from headwater.weights.publish import StreamChecksums, publish
+from headwater.weights.publish import AdaptersAlone, StreamChecksums, publish
 
 MODEL = "tiny:qwen3"
 ENGINE = EngineConfig(kv_cache_gib=0.02, max_prefill_tokens=64, decode_steps=4)
@@ -64,7 +66,7 @@ class OneRank:
     def export(self) -> Iterator[Any]:
         return in_buckets((name, each.detach()) for name, each in self.model.named_parameters())
 
-    def parcels(self) -> list[Parcel]:
+    def parcels(self, content: Content = "merged") -> list[Parcel]:
         return [Parcel.whole(name, shape) for name, shape in self.shapes().items()]
 
     def connect(self, order: Any) -> list[Any]:
@@ -72,7 +74,7 @@ class OneRank:
         self.connected = None if report.failure else order
         return [report]
 
-    def broadcast(self, order: Any) -> list[Any]:
+    def broadcast(self, order: Any, content: Content = "merged") -> list[Any]:
         report = self._sender.send(order, self.parcels(), (each.detach() for each in self.model.parameters()))
         self.connected = None if report.failure else order
         return [report]
@@ -83,13 +85,13 @@ def engine(place: Any, encoding: Any = "plain") -> NativeEngine:
     return NativeEngine(place, transfer="collective", link=link, encoding=encoding, spans=Spans(), hands_over=True)
 
 
-def own(name: str, encoding: Any = "plain") -> NativeEngine:
+def own(name: str, encoding: Any = "plain", settings: EngineConfig = ENGINE) -> NativeEngine:
     async def start(command: Command) -> ChildServer:
         return await ChildServer.start(
             replace(command, environment={**command.environment, **one_gpu.as_machine(name)})
         )
 
-    arguments = engine_arguments(ENGINE, shares_device=True)
+    arguments = engine_arguments(settings, shares_device=True)
     return engine(OwnServer(MODEL, arguments, "float32", start_child=start), encoding)
 
 
@@ -111,22 +113,26 @@ def in_the_middle(action: Callable[[], None]) -> Iterator[None]:
         pieces.PieceSender._post = post
 
 
-def exported_checksums(learner: Any) -> list[str]:
+def exported_checksums(learner: Any, *, beside: bool = False) -> list[str]:
+    """Of all weights, with adapters merged or ``beside`` them."""
     checksums = StreamChecksums(torch.float32)
-    for _ in checksums.watch(learner.export()):
+    for _ in checksums.watch(learner.export_unmerged(False) if beside else learner.export()):
         pass
     return list(checksums.texts())
 
 
-def sent(learner: Any, router: RouterEngine, engines: list[NativeEngine], version: int) -> dict[str, Any]:
+def sent(
+    learner: Any, router: Any, engines: list[NativeEngine], version: int, adapters: AdaptersAlone | None = None
+) -> dict[str, Any]:
     started = time.monotonic()
-    published = publish(learner, router, version)
+    published = publish(learner, router, version, adapters=adapters)
     seconds = time.monotonic() - started
-    exported = exported_checksums(learner)
+    exported = exported_checksums(learner, beside=adapters is not None)
     return {
         "is_exported": exported == [published.serving, published.trained],
         "is_served": [each.weights_checksum() == published.serving for each in engines],
         "versions": [each.get_version() for each in engines],
+        "checksum": published.serving,
         "num_bytes": published.num_bytes,
         "has_pause": bool(published.pause_s),
         "seconds": seconds,
@@ -176,15 +182,66 @@ def outcomes(group: torchrun.TorchrunGroup) -> dict[str, Any]:
     alone = own("engine-c", "delta")
     with closing(alone):
         seen["adapters, delta"] = [sent(learner, alone, [alone], version) for version in (1, 2)]
+    seen["adapters alone"] = adapters_alone(group, adapted)
     return seen
 
 
-def _until_served(learner: Any, router: RouterEngine, engines: list[NativeEngine]) -> dict[str, Any]:
+def build_drawing(spec: LearnerSpec) -> Any:
+    """A rank's learner whose adapters can be given new values, as an update would."""
+    learner = build_learner(spec)
+    named = list(learner.actor.engine.module.model.named_parameters())
+
+    @torch.no_grad()
+    def draw(seed: int) -> None:
+        torch.manual_seed(seed)
+        for _, each in named:
+            if each.requires_grad:
+                held_by(each).normal_(std=0.1)
+
+    learner.draw = draw  # type: ignore[attr-defined]
+    return learner
+
+
+def adapters_alone(group: torchrun.TorchrunGroup, config: Config) -> dict[str, Any]:
+    learner = group.build(build_drawing, LearnerSpec(config, MODEL, MODEL), timeout_s=BUILD_LIMIT_S)
+    engines = [own(name, settings=replace(ENGINE, adapter_rank=4)) for name in ("engine-d", "engine-e")]
+    router = RouterEngine([RoutedServer(name, each) for name, each in zip("de", engines, strict=True)])
+    adapters, seen = AdaptersAlone(), {}
+
+    def draw(version: int) -> None:
+        learner._ranks.call("draw", [(version,)] * learner._ranks.num_ranks)
+
+    with closing(router):
+        for version in (1, 2, 3):
+            draw(version)
+            seen[str(version)] = sent(learner, router, engines, version, adapters)
+        collective.BUCKET_BYTES = 2**12  # a dozen buckets of adapters
+        learner.connected = None
+        draw(4)
+        with in_the_middle(lambda: os.kill(engines[1].pid, signal.SIGKILL)):
+            published = publish(learner, router, 4, adapters=adapters)
+        seen["killed"] = {"is_served": engines[0].weights_checksum() == published.serving}
+        seen["replaced"] = _until_served(learner, router, engines, adapters)
+        draw(5)
+        seen["5"] = sent(learner, router, engines, 5, adapters)
+        alone, engine = AdaptersAlone(), engines[0]
+        policy = Adapted("float32", "cpu")  # no ranks, so its stream is sent
+        for version in (6, 7):
+            policy.train(version)
+            published = publish(policy, engine, version, adapters=alone)
+            is_served = engine.weights_checksum() == published.serving
+            seen[f"streamed {version}"] = {"is_served": is_served, "num_bytes": published.num_bytes}
+    return seen
+
+
+def _until_served(
+    learner: Any, router: RouterEngine, engines: list[NativeEngine], adapters: AdaptersAlone | None = None
+) -> dict[str, Any]:
     """Publish again, as a run does, until both engines have the newest weights."""
     deadline = time.monotonic() + BUILD_LIMIT_S
     while time.monotonic() < deadline:
         if router.status().needs_weights:
-            publish(learner, router, router.get_version(), is_repeat=True)
+            publish(learner, router, router.get_version(), is_repeat=True, adapters=adapters)
         served = [each.status().version for each in engines]
         is_served = served[0] == served[1] and not any(each.status().needs_weights for each in engines)
         if is_served and all(each.state == "serving" for each in router.status().servers):

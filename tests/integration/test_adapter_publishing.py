@@ -27,7 +27,8 @@ def test_reward_rises_with_adapters_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_reward_rises_with_adapters_alone_through_two_servers(tmp_path):
+@pytest.mark.parametrize("transfer", ["shared_memory", "collective"])
+def test_reward_rises_with_adapters_alone_through_two_servers(tmp_path, transfer):
     servers = ["rollout.placement=disaggregated", "rollout.launch.num_servers=2", "rollout.max_staleness=1"]
-    train_here(*SETTINGS, *servers, f"run.root={tmp_path}")
+    train_here(*SETTINGS, *servers, f"rollout.weight_transfer={transfer}", f"run.root={tmp_path}")
     assert_it_learned(tmp_path, least=0.5)  # the order in which groups end, and thereby the result, differs

@@ -46,6 +46,17 @@ def test_two_ranks_send_to_two_engines_and_survive_one_that_dies_or_stops(tmp_pa
     assert plain["is_served"] == again["is_served"] == [True]
     assert plain["is_exported"], "merged adapters"
     assert again["num_bytes"] < NUM_BYTES / 100, "nothing has changed"
+    alone = seen["adapters alone"]
+    updates = [alone[each] for each in ("1", "2", "3", "5")]
+    assert all(each["is_exported"] and each["is_served"] == [True, True] for each in updates)
+    assert len({each["checksum"] for each in updates}) == 4, "each has other values"
+    sizes = [each["num_bytes"] for each in updates]
+    assert sizes[0] == NUM_BYTES + sizes[1], "the weights came once, without being gathered"
+    assert max(sizes[1:]) < NUM_BYTES / 10
+    assert alone["killed"]["is_served"]
+    assert alone["replaced"] == {"versions": [4, 4], "num_checksums": 1}, "it got the weights below them again"
+    for version, num_bytes in (("6", sizes[0]), ("7", sizes[1])):
+        assert alone[f"streamed {version}"] == {"is_served": True, "num_bytes": num_bytes}
     # Far below the limit of an engine call, which is an hour.
     assert max(seen["killed"]["seconds"], seen["stopped"]["seconds"]) < 600
 

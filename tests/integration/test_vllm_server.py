@@ -313,6 +313,8 @@ def test_wrong_weights_models_and_settings_are_refused(engine: VllmEngine, monke
     monkeypatch.setenv(SERVER_KEY, engine.api_key)
     with pytest.raises(ConfigError, match="another model"):
         VllmEngine.connect(engine.url, context(servers, model="tiny:llama"))
+    with pytest.raises(ConfigError, match=r"rollout\.publish = adapter.*without adapters; start it with --enable-lora"):
+        VllmEngine.connect(engine.url, context(servers, "lora.rank=4", "rollout.publish=adapter"))
     nowhere = "http://127.0.0.1:9"
     with pytest.raises(RolloutFailed, match="cannot be reached"):
         VllmEngine.connect(nowhere, context(f"rollout.servers=[{nowhere}]", "rollout.server_timeout_s=1"))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the policy with adapters
 
 try:
     import torch
     from transformers import AutoModelForCausalLM
+    from unit.engine.adapters import ALPHA, RANK, Adapted
 
     from headwater.backends import BackendContext
     from headwater.backends.vllm.engine import VllmEngine
@@ -20,12 +24,12 @@ try:
     from headwater.models.device import with_dtype
     from headwater.models.load import load_model, load_tokenizer
     from headwater.observe.spans import Spans
+    from headwater.weights.publish import AdaptersAlone, publish
 except ImportError as error:
     print(f"NO PACKAGE: {error}")  # noqa: T201  read by the test
     sys.exit(0)
 
 MODEL = "tiny:qwen3"
-OUTPUT_LAYER, TRANSFER = sys.argv[1:3]
 SAMPLING = SamplingParams(24, ignore_end=True)
 
 
@@ -33,8 +37,8 @@ def request(number: int) -> ModelRequest:
     return ModelRequest(f"request-{number}", (5, 6, 7, 10 + number), SAMPLING, rng_key=number)
 
 
-def model_of(version: int) -> torch.nn.Module:
-    if OUTPUT_LAYER == "tied":
+def model_of(version: int, output_layer: str) -> torch.nn.Module:
+    if output_layer == "tied":
         return load_model(MODEL, dtype="float32", device="cpu", seed=version)
     config = load_model(MODEL, dtype="float32", device="cpu", seed=0).config
     config.tie_word_embeddings = False
@@ -60,22 +64,43 @@ def check(model: torch.nn.Module, response: ModelResponse, version: int) -> None
     assert set(response.output_versions) == {version}
 
 
-def main() -> None:
+def started(path: str, *settings: str) -> VllmEngine:
+    base = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64", f"model.path={path}"]
+    config = with_dtype(load_config("quickstart", [*base, *settings]).config)
+    return VllmEngine.from_context(BackendContext(config, path, load_tokenizer(path), Spans()))
+
+
+def update_adapters() -> None:
+    """Adapters alone, after the weights that they belong to."""
+    engine = started(MODEL, "rollout.publish=adapter", f"lora.rank={RANK}", f"lora.alpha={ALPHA}")
+    policy, alone = Adapted("float32", "cpu"), AdaptersAlone()
+    try:
+        for version in (1, 2, 3):
+            policy.train(version)
+            sent = publish(policy, engine, version, adapters=alone)
+            assert (sent.num_bytes < 500_000) == (version > 1), sent.num_bytes
+            model = load_model(MODEL, dtype="float32", device="cpu", seed=0)
+            merged = {name: each for bucket in policy.export() for name, each in bucket}
+            model.load_state_dict(merged, strict=False)
+            for response in asyncio.run(ask(engine)):
+                check(model, response, version)
+    finally:
+        engine.close()
+
+
+def update_weights(output_layer: str, transfer: str) -> None:
+    """All weights, of a model whose output layer is tied to the embedding or not."""
     with tempfile.TemporaryDirectory() as folder:
-        model_of(0).save_pretrained(folder)
+        model_of(0, output_layer).save_pretrained(folder)
         load_tokenizer(MODEL).save_pretrained(folder)
-        run(folder)
+        follow_updates(started(folder, f"rollout.weight_transfer={transfer}"), output_layer)
 
 
-def run(path: str) -> None:
-    settings = ["rollout.backend=vllm", "data.max_prompt_tokens=64", "rollout.max_new_tokens=64", f"model.path={path}"]
-    settings.append(f"rollout.weight_transfer={TRANSFER}")
-    config = with_dtype(load_config("quickstart", settings).config)
-    engine = VllmEngine.from_context(BackendContext(config, path, load_tokenizer(path), Spans()))
+def follow_updates(engine: VllmEngine, output_layer: str) -> None:
     try:
         for version in (0, 1, 2):
-            model = model_of(version)
-            assert ("lm_head.weight" in dict(model.named_parameters())) == (OUTPUT_LAYER == "untied")
+            model = model_of(version, output_layer)
+            assert ("lm_head.weight" in dict(model.named_parameters())) == (output_layer == "untied")
             if version:
                 engine.update_weights(WeightUpdate.of(version, model.named_parameters())).result(600)
                 assert engine.weights_checksum() == checksum(model.named_parameters())
@@ -98,8 +123,11 @@ def run(path: str) -> None:
         assert not engine.status().is_alive
     finally:
         engine.close()
-    print("all is well")  # noqa: T201  read by the test
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["adapters"]:
+        update_adapters()
+    else:
+        update_weights(*sys.argv[1:3])
+    print("all is well")  # noqa: T201  read by the test

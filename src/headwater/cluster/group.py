@@ -15,7 +15,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.dispatch import collect, dispatch
 from headwater.core.errors import RankFailed
 from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
-from headwater.core.parcels import Parcel, SendOrder, SendReport
+from headwater.core.parcels import Content, Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket
 from headwater.learner.partition import balanced_parts, imbalance
 from headwater.learner.rank_files import clear_reports, wait_for_ranks
@@ -83,7 +83,7 @@ class LearnerGroup:
         self._config = config
         self._ranks = ranks
         self._shapes: dict[Role, Mapping[str, tuple[int, ...]]] = {}
-        self._parcels: Sequence[Parcel] | None = None
+        self._parcels: dict[Content, Sequence[Parcel]] = {}
         self.connected: SendOrder | None = None
         self._status = self._read_status()
 
@@ -121,21 +121,21 @@ class LearnerGroup:
         shapes: list[Mapping[str, tuple[int, ...]]] = self._ranks.call("unmerged_shapes", self._same(adapters_alone))
         return shapes[0]
 
-    def parcels(self) -> Sequence[Parcel]:
-        if self._parcels is None:
-            self._parcels = self._ranks.call("parcels", self._same())[0]
-        return self._parcels
+    def parcels(self, content: Content = "merged") -> Sequence[Parcel]:
+        if content not in self._parcels:
+            self._parcels[content] = self._ranks.call("parcels", self._same(content))[0]
+        return self._parcels[content]
 
     def connect(self, order: SendOrder) -> list[SendReport]:
         return self._on_all("connect", order)
 
-    def broadcast(self, order: SendOrder) -> list[SendReport]:
-        return self._on_all("broadcast", order)
+    def broadcast(self, order: SendOrder, content: Content = "merged") -> list[SendReport]:
+        return self._on_all("broadcast", order, content)
 
-    def _on_all(self, name: str, order: SendOrder) -> list[SendReport]:
+    def _on_all(self, name: str, order: SendOrder, *arguments: Any) -> list[SendReport]:
         """The report of every rank. The ranks are members of the group if all of them are."""
         self.connected = None
-        reports = [report for each in self._ranks.call(name, self._same(order)) for report in each]
+        reports = [report for each in self._ranks.call(name, self._same(order, *arguments)) for report in each]
         if not any(report.failure for report in reports):
             self.connected = order
         return reports

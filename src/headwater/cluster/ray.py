@@ -36,7 +36,7 @@ from headwater.cluster.resources import (
 )
 from headwater.config.paths import looks_like_folder, with_absolute_paths
 from headwater.config.schema import Config, WeightTransfer
-from headwater.config.server_checks import backend_traits
+from headwater.config.server_checks import backend_traits, supported_transfers
 from headwater.core.errors import ConfigError, HeadwaterError, WaitTimeout
 from headwater.core.waits import wait_until
 from headwater.data.media import MediaSettings
@@ -217,11 +217,11 @@ class RayCluster:
             return None
         if {node.name for node in _nodes()} == {ActorPlace.here().address}:
             # The other ways would gather all weights in one process and pass them on through Ray's object store.
-            is_direct = not backend_traits(config).is_foreign and config.rollout.publish != "adapter"
+            is_direct = not backend_traits(config).is_foreign
             return "collective" if told == "auto" and is_direct and config.cluster.learner.num_ranks > 1 else None
         usable = {"collective"} | ({"file"} if folder else set())
         known: tuple[WeightTransfer, ...] = get_args(WeightTransfer)
-        transfers = [each for each in known if each in usable and each in backend_traits(config).transfers]
+        transfers = [each for each in known if each in usable and each in supported_transfers(config)]
         if told == "file" or not transfers:
             raise ConfigError(
                 [

@@ -99,7 +99,7 @@ class RolloutConfig:
     networks. The engine gets exactly the same weights. Both sides keep a copy in main memory."""
     publish: Literal["full", "adapter"] = "full"
     """What the engine gets after an update of LoRA adapters: `full` merges them into all weights, `adapter` sends them
-    alone, and the embedded engine computes them beside its weights: far fewer bytes, slower generation."""
+    alone, and Headwater's engine or vLLM computes them beside its weights: far fewer bytes, slower generation."""
     update_order: Literal["together", "rolling"] = "together"
     """How several servers take new weights: `together` at the same time, or `rolling`, one after another while the
     others generate. An episode never goes back to older weights."""

@@ -54,12 +54,19 @@ def chosen_transfer(config: Config) -> WeightTransfer | None:
     """How weights travel to the servers of this run; None if no supported way works for them."""
     if config.rollout.weight_transfer != "auto":
         return config.rollout.weight_transfer
-    traits = backend_traits(config)
-    supported = traits.transfers
-    if config.rollout.weight_folder and traits.is_foreign:  # it is given for servers that take only files
-        supported = tuple(sorted(supported, key="file".__ne__))
+    supported = supported_transfers(config)
     works = [each for each in get_args(WeightTransfer) if each in supported and not transfer_problem(config, each)]
     return min(works, key=supported.index, default=None)
+
+
+def supported_transfers(config: Config) -> tuple[str, ...]:
+    """The ways in which weights can travel to servers of this kind, the preferred one first."""
+    traits = backend_traits(config)
+    if config.rollout.publish == "adapter" and traits.is_foreign:  # other programs load adapters in peft's format
+        return ("file",)
+    if config.rollout.weight_folder and traits.is_foreign:  # it is given for servers that take only files
+        return tuple(sorted(traits.transfers, key="file".__ne__))
+    return traits.transfers
 
 
 def transfer_problem(config: Config, transfer: str) -> str | None:
@@ -186,13 +193,15 @@ def weight_transfer_works(config: Config, layers: Layers) -> Iterator[Clash]:
             "rollout.placement=disaggregated, or set it back to 'auto'",
         )
     elif not is_one_process:
-        if wanted != "auto" and wanted not in traits.transfers:
+        supported = supported_transfers(config)
+        if wanted != "auto" and wanted not in supported:
+            what = "weights" if supported == traits.transfers else "adapters"
             yield Clash(
                 ("rollout.weight_transfer", "rollout.backend"),
-                f"the servers of rollout.backend = {rollout.backend} take weights through "
-                f"{' or '.join(traits.transfers)}; use one of these, or auto",
+                f"the servers of rollout.backend = {rollout.backend} take {what} through {' or '.join(supported)}; use "
+                "one of these, or auto",
             )
-        elif (problem := transfer_problem(config, chosen_transfer(config) or traits.transfers[0])) is not None:
+        elif (problem := transfer_problem(config, chosen_transfer(config) or supported[0])) is not None:
             yield Clash(("rollout.weight_transfer", "rollout.servers"), problem)
 
 
@@ -227,12 +236,7 @@ def adapters_can_be_published(config: Config, layers: Layers) -> Iterator[Clash]
     if not backend_traits(config).takes_adapters:
         yield Clash(
             ("rollout.publish", "rollout.backend"),
-            f"only Headwater's engine takes adapters alone; use rollout.backend=embedded, {remedy}",
-        )
-    if rollout.is_separate and chosen_transfer(config) == "collective":
-        yield Clash(
-            ("rollout.publish", "rollout.weight_transfer"),
-            f"collective sends all weights; use shared_memory or file, {remedy}",
+            f"rollout.backend = {rollout.backend} does not take adapters alone; use embedded, native or vllm, {remedy}",
         )
 
 

@@ -34,6 +34,9 @@ class Capabilities:
     """``weights_checksum`` covers every bit of the weights."""
     adapters: bool = False
     """The engine accepts LoRA adapters without the base weights."""
+    peft_alpha: float = 0.0
+    """Such an engine takes updates as files in peft's format (``weights.adapter_files``), with this ``lora_alpha``. 0
+    for one that takes adapters as it takes other weights."""
     media: bool = False
     """Requests may contain images, and videos unless ``videos`` is false."""
     media_problem: str = ""

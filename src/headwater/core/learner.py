@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from headwater.core.data_proto import DataProto
-    from headwater.core.parcels import Parcel, SendOrder, SendReport
+    from headwater.core.parcels import Content, Parcel, SendOrder, SendReport
 
 Role = Literal["policy", "critic"]
 """The models that a learner trains."""
@@ -140,15 +140,15 @@ class Learner(Protocol):
         """The group of engines that all ranks can send to; None before ``connect`` and after a failure."""
         ...
 
-    def parcels(self) -> Sequence[Parcel]:
-        """Every tensor that ``export`` yields, and which rank holds which part of it."""
+    def parcels(self, content: Content = "merged") -> Sequence[Parcel]:
+        """Every tensor that ``export`` or ``export_unmerged`` yields, and which rank sends which part of it."""
         ...
 
     def connect(self, order: SendOrder) -> Sequence[SendReport]:
         """Join a group of engines on every rank (``weights.collective``). One report per rank."""
         ...
 
-    def broadcast(self, order: SendOrder) -> Sequence[SendReport]:
+    def broadcast(self, order: SendOrder, content: Content = "merged") -> Sequence[SendReport]:
         """Every rank sends its part of the policy to the engines. Nothing is gathered."""
         ...
 

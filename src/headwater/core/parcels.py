@@ -14,6 +14,9 @@ from typing import Any, Literal, Protocol, runtime_checkable
 Encoding = Literal["plain", "delta"]
 """``delta`` sends the difference from the weights that were sent before, compressed (``weights.delta``)."""
 
+Content = Literal["merged", "unmerged", "adapters"]
+"""Which tensors a learner sends: all weights with LoRA adapters merged into them, all weights with the adapters beside
+them, or the adapters alone (``rollout.publish=adapter``)."""
 
 BUCKET_BYTES = 64 * 2**20
 """What a rank sends at once, unless an order says otherwise."""
@@ -94,7 +97,7 @@ class RankedSource(Protocol):
         """The order of the group that all ranks are members of; None after a failure."""
         ...
 
-    def parcels(self) -> Sequence[Parcel]:
+    def parcels(self, content: Content = "merged") -> Sequence[Parcel]:
         """Every tensor of the policy, in the order in which it is sent."""
         ...
 
@@ -102,7 +105,7 @@ class RankedSource(Protocol):
         """Join the order's group on every rank."""
         ...
 
-    def broadcast(self, order: SendOrder) -> Sequence[SendReport]:
+    def broadcast(self, order: SendOrder, content: Content = "merged") -> Sequence[SendReport]:
         """Send the policy to the members of the group that was joined last. One report per rank."""
         ...
 
@@ -112,6 +115,7 @@ class DirectSend:
     """One update that a learner's ranks may send to several engines at once."""
 
     learner: RankedSource
+    content: Content = "merged"
     num_receivers: int = 1
     """How many engines take this update together. A router sets it before it gives the update to its engines."""
     reports: Sequence[SendReport] = ()

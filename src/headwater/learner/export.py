@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from headwater.core.parcels import Parcel
+from headwater.core.parcels import Content, Parcel
 
 ADAPTER = "default"
 """The name that peft keeps the adapters under."""
@@ -47,19 +47,27 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, _in_full(weight)
 
 
-def parcels(model: nn.Module, num_ranks: int) -> list[Parcel]:
-    """Which rank holds which part of each tensor that ``merged_weights`` yields."""
+def parcels(model: nn.Module, num_ranks: int, content: Content = "merged") -> list[Parcel]:
+    """Which rank holds which part of each tensor that ``merged_weights`` or ``unmerged_weights`` yields."""
     return [
-        Parcel(plain_name(name), tuple(parameter.shape), _starts(parameter, num_ranks))
-        for name, parameter in model.named_parameters()
-        if "lora_" not in name
+        Parcel(name, tuple(parameter.shape), _starts(parameter, num_ranks))
+        for name, parameter in _sent_parameters(model, content)
     ]
 
 
-def own_pieces(model: nn.Module, rank: int, num_ranks: int) -> Iterator[Tensor]:
-    """This rank's part of each parcel, flat, with adapters merged. All ranks must iterate together."""
-    named = ((name, parameter) for name, parameter in model.named_parameters() if "lora_" not in name)
-    for (_, parameter), (_, weight) in zip(named, _merged_shards(model), strict=True):
+def _sent_parameters(model: nn.Module, content: Content) -> Iterator[tuple[str, nn.Parameter]]:
+    if content != "merged":
+        return unmerged_parameters(model, adapters_alone=content == "adapters")
+    return ((plain_name(name), each) for name, each in model.named_parameters() if "lora_" not in name)
+
+
+def own_pieces(model: nn.Module, rank: int, num_ranks: int, content: Content = "merged") -> Iterator[Tensor]:
+    """This rank's part of each parcel, flat. All ranks must iterate together."""
+    if content == "merged":
+        weights = (weight for _, weight in _merged_shards(model))
+    else:
+        weights = (parameter.detach() for _, parameter in _sent_parameters(model, content))
+    for (_, parameter), weight in zip(_sent_parameters(model, content), weights, strict=True):
         begin, end = _starts(parameter, num_ranks)[rank : rank + 2]
         if not isinstance(weight, DTensor):
             yield weight.reshape(-1)[begin:end]

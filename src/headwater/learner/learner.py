@@ -22,7 +22,7 @@ from headwater.core.data_proto import DataProto
 from headwater.core.errors import DataError, HeadwaterError
 from headwater.core.learner import LearnerStatus, ProfileOrder, RankStatus, Role
 from headwater.core.media import MEDIA_COLUMN
-from headwater.core.parcels import Parcel, SendOrder, SendReport
+from headwater.core.parcels import Content, Parcel, SendOrder, SendReport
 from headwater.core.protocols import Bucket
 from headwater.learner.actor import Actor
 from headwater.learner.critic import Critic
@@ -187,9 +187,9 @@ class LocalLearner:
         named = unmerged_parameters(self.actor.engine.module.model, adapters_alone=adapters_alone)
         return {name: tuple(each.shape) for name, each in named}
 
-    def parcels(self) -> list[Parcel]:
+    def parcels(self, content: Content = "merged") -> list[Parcel]:
         engine = self.actor.engine
-        return parcels(engine.module.model, engine.ranks.count)
+        return parcels(engine.module.model, engine.ranks.count, content)
 
     def connect(self, order: SendOrder) -> list[SendReport]:
         from headwater.weights.pieces import PieceSender  # only runs that send weights in this way need it
@@ -202,12 +202,12 @@ class LocalLearner:
         self.connected = None if report.failure else order
         return [report]
 
-    def broadcast(self, order: SendOrder) -> list[SendReport]:
+    def broadcast(self, order: SendOrder, content: Content = "merged") -> list[SendReport]:
         assert self._sender is not None, "connected before"
         self._return()
         engine = self.actor.engine
-        pieces = own_pieces(engine.module.model, engine.ranks.index, engine.ranks.count)
-        report = self._sender.send(order, self.parcels(), pieces)
+        pieces = own_pieces(engine.module.model, engine.ranks.index, engine.ranks.count, content)
+        report = self._sender.send(order, self.parcels(content), pieces)
         if report.failure:
             self.connected = None
         return [report]

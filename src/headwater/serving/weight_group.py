@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -78,6 +78,8 @@ class BroadcastCall:
     order: SendOrder
     limit_s: float = UPDATE_LIMIT_S
     """How long one call of this update may take. Running responses may have to end first."""
+    adapters_alone: bool = False
+    """Only the LoRA adapters are sent."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> BroadcastCall:
@@ -85,6 +87,7 @@ class BroadcastCall:
         version, mode = fields.optional_integer("version", minimum=0), fields.choice("mode", ALL_UPDATE_MODES)
         tensors, order = fields.raw("tensors"), fields.mapping("order")
         limit_s = fields.number("limit_s", UPDATE_LIMIT_S, minimum=1)
+        adapters_alone = fields.flag("adapters_alone", False)
         fields.done()
         if version is None or order is None or not isinstance(tensors, list) or not tensors:
             raise ApiError("version, tensors and order: give all of them")
@@ -92,7 +95,7 @@ class BroadcastCall:
         read = read_order(of_order)
         of_order.done()
         parcels = tuple(_read_parcel(each, place) for place, each in enumerate(tensors))
-        return cls(version, mode, parcels, read, limit_s)
+        return cls(version, mode, parcels, read, limit_s, adapters_alone)
 
 
 def _read_parcel(value: Any, place: int) -> Parcel:
@@ -138,7 +141,8 @@ MEMBERSHIP = web.AppKey("weight_group", Membership)
 
 def _begin(call: BroadcastCall, member: GroupMember, engine: InferenceEngine) -> tuple[PieceReceiver, Future[None]]:
     receiver = PieceReceiver(member, call.parcels, call.order)
-    return receiver, engine.update_weights(receiver.update(call.version), call.mode)
+    update = replace(receiver.update(call.version), adapters_alone=call.adapters_alone)
+    return receiver, engine.update_weights(update, call.mode)
 
 
 async def join_weight_group(request: web.Request) -> web.Response:

@@ -26,7 +26,7 @@ import torch
 from headwater.config.schema import WeightLink
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, TransferLost, WaitTimeout, WeightsError, WeightsIncomplete
-from headwater.core.parcels import DirectSend, Encoding, Parcel, RankedSource, SendOrder, SendReport
+from headwater.core.parcels import Content, DirectSend, Encoding, Parcel, RankedSource, SendOrder, SendReport
 from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import wait_for_future, wait_until
 from headwater.models.device import DTYPES
@@ -68,7 +68,7 @@ class CollectiveTransport:
     def send(self, update: WeightUpdate, channel: Channel, mode: UpdateMode | None) -> None:
         direct = update.direct
         if direct is None:  # the weights are not a learner's
-            direct = DirectSend(StreamSource(update))
+            direct = DirectSend(StreamSource(update), "adapters" if update.adapters_alone else "merged")
         with _meeting:
             if direct.rendezvous is None:
                 dtype = _DTYPE_NAMES[self._dtype]
@@ -91,7 +91,7 @@ class StreamSource:
         self.connected: SendOrder | None = None
         self._is_read = False
 
-    def parcels(self) -> list[Parcel]:
+    def parcels(self, content: Content = "merged") -> list[Parcel]:
         return [Parcel.whole(name, shape) for name, shape in self._update.shapes.items()]
 
     def connect(self, order: SendOrder) -> list[SendReport]:
@@ -99,7 +99,7 @@ class StreamSource:
         self.connected = None if report.failure else order
         return [report]
 
-    def broadcast(self, order: SendOrder) -> list[SendReport]:
+    def broadcast(self, order: SendOrder, content: Content = "merged") -> list[SendReport]:
         if self._is_read:
             raise TransferLost("the stream of weights was read before; send the update again")
         self._is_read = True
@@ -220,18 +220,19 @@ class Rendezvous:
         """Send to all members. Why that failed; empty if it did not. Members that do not answer are ``lost``."""
         for each in members:
             each.is_incomplete = False
-        parcels = self._learner.parcels()
+        content = self._direct.content
+        parcels = self._learner.parcels(content)
         num_senders = len(parcels[0].starts) - 1
         order = self._order(members, num_senders)
         if order is not self._learner.connected and (problem := self._connect(order, members, num_senders)):
             return problem
-        starts = [_start_call(self._version, each, parcels, order) for each in members]
+        starts = [_start_call(self._version, each, parcels, order, content) for each in members]
         if problem := self._everywhere(members, starts, [each.channel.limit_s for each in members]):
             self._abandon(members, problem)
             return problem
         reports: Sequence[SendReport] = ()
         try:
-            reports = self._learner.broadcast(order)
+            reports = self._learner.broadcast(order, content)
             problem = next((each.failure for each in reports if each.failure), "")
         except HeadwaterError as error:
             self._abandon(members, str(error))
@@ -348,7 +349,9 @@ def extra_connect_s(link: WeightLink, num_senders: int) -> float:
     return _NCCL_JOIN_S * (num_senders - 1) if link == "nccl" else 0.0
 
 
-def _start_call(version: int, member: _Member, parcels: Sequence[Parcel], order: SendOrder) -> ControlCall:
+def _start_call(
+    version: int, member: _Member, parcels: Sequence[Parcel], order: SendOrder, content: Content
+) -> ControlCall:
     tensors = [{"name": each.name, "shape": list(each.shape), "starts": list(each.starts)} for each in parcels]
     body = {
         "version": version,
@@ -356,6 +359,7 @@ def _start_call(version: int, member: _Member, parcels: Sequence[Parcel], order:
         "tensors": tensors,
         "order": asdict(order),
         "limit_s": member.channel.limit_s,
+        "adapters_alone": content == "adapters",
     }
     return ControlCall("/control/start_weight_broadcast", body)
 

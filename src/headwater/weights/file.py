@@ -38,7 +38,7 @@ from headwater.core.processes import process_start
 from headwater.core.protocols import Bucket, WeightFile, WeightUpdate
 from headwater.weights import TRANSPORTS, Channel, ControlCall, answer
 from headwater.weights.memory import as_announced, no_weights, not_finite
-from headwater.weights.safetensors_files import WHOLE, open_weights
+from headwater.weights.safetensors_files import ADAPTERS, WHOLE, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 class FileWeights:
     """A folder that holds one version as ``model.safetensors``, for example ``headwater-weights-4711-x8k2-v000012``.
 
+    ``weights.adapter_files`` gives the file another ``name``, and puts ``texts`` beside it, by their names.
+
     It is written under another name and renamed when it is complete, so no reader finds a part of it. The name contains
     the process id, and the process holds a lock on the file while it lives. A process that is killed cannot remove its
     folder, so the next one does (``remove_leftovers``). Several engines may ``hold`` one file; it is removed when every
@@ -58,10 +60,18 @@ class FileWeights:
     """
 
     def __init__(
-        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shared_folder: str = "", version: int = 0
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        shared_folder: str = "",
+        version: int = 0,
+        *,
+        name: str = WHOLE,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
         """In ``shared_folder``, other users and machines may read the file. Otherwise it is private and temporary."""
         self._version = version
+        self._name = name
         self._holding = threading.Lock()
         self._num_holders = 1
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
@@ -76,6 +86,8 @@ class FileWeights:
             if shared_folder:
                 self._folder.chmod(0o755)
             _lock(self._descriptor)
+            for each, text in (texts or {}).items():
+                _write_text(self._folder / each, text, is_shared=self._is_shared)
             reserve(self._descriptor, size, str(self._folder), "free some space, or set TMPDIR to a folder with space")
             os.pwrite(self._descriptor, header, 0)
             self._size = size
@@ -85,7 +97,7 @@ class FileWeights:
 
     @property
     def path(self) -> Path:
-        return self._folder / WHOLE
+        return self._folder / self._name
 
     @torch.no_grad()
     def write(self, buckets: Iterable[Bucket]) -> None:
@@ -128,6 +140,15 @@ class FileWeights:
         return math.prod(self._shapes[name]) * self._dtype.itemsize
 
 
+def _write_text(path: Path, text: str, *, is_shared: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644 if is_shared else 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        if is_shared:  # other machines see what was written only after that
+            file.flush()
+            os.fsync(descriptor)
+
+
 def _new_folder(shared_folder: str) -> Path:
     prefix = f"{_PREFIX}{os.getpid()}-"
     if not shared_folder:
@@ -143,7 +164,7 @@ def written_file(update: WeightUpdate, dtype: torch.dtype, shared_folder: str = 
     """The file with the weights of an update: written now, or before for several engines. Discard it later."""
     if update.file is not None:
         return update.file.hold()
-    _clear_once(shared_folder or tempfile.gettempdir())
+    clear_leftovers(shared_folder)
     written = FileWeights(update.shapes, dtype, shared_folder, update.version)
     try:
         written.write(update.buckets)
@@ -240,9 +261,13 @@ def remove_leftovers(folder: str = "") -> list[Path]:
     return [each for each in found if _remove_if_left_over(each)]
 
 
+def clear_leftovers(shared_folder: str) -> None:
+    """Remove what killed processes have left in a folder, before this process first writes to it."""
+    _clear_once(shared_folder or tempfile.gettempdir())
+
+
 @cache
 def _clear_once(folder: str) -> None:
-    """Remove what killed processes have left in a folder, before this process first writes to it."""
     for each in remove_leftovers(folder):
         logger.info("removed %s, which a killed process had left behind", each)
 
@@ -251,8 +276,9 @@ def _remove_if_left_over(folder: Path) -> bool:
     named = _FOLDER.fullmatch(folder.name)
     if named is None or process_start(int(named["pid"])) is not None:
         return False
+    name = ADAPTERS if (folder / ADAPTERS).exists() else WHOLE
     try:
-        descriptor = os.open(folder / WHOLE, os.O_RDWR)
+        descriptor = os.open(folder / name, os.O_RDWR)
     except OSError:  # it belongs to another user, or is gone already
         return False
     try:

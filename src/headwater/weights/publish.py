@@ -87,12 +87,12 @@ class AdaptersAlone:
         def export() -> Iterator[Bucket]:
             return checksums.watch(learner.export_unmerged(alone))
 
+        direct = DirectSend(learner, "adapters" if alone else "unmerged") if isinstance(learner, RankedSource) else None
         shapes = learner.unmerged_shapes(alone)
-        return WeightUpdate(version, shapes, export(), is_repeat, adapters_alone=alone, again=export)
+        return WeightUpdate(version, shapes, export(), is_repeat, direct, adapters_alone=alone, again=export)
 
-    def texts(self, checksums: StreamChecksums) -> tuple[str, str]:
-        """The checksums of all weights, after an update of all or of the adapters."""
-        serving, trained = checksums.sums()
+    def texts(self, serving: Sums, trained: Sums) -> tuple[str, str]:
+        """The checksums of all weights, after an update of all or of the adapters, from what was sent."""
         if self._base is None:
             self._base = _frozen(serving), _frozen(trained)
         whole = [Checksum.merged([base | sums]) for base, sums in zip(self._base, (serving, trained), strict=True)]
@@ -208,15 +208,14 @@ def _summary(
     seconds: float,
     pause_s: float | None,
 ) -> Published:
-    if adapters is not None:
-        return Published(*adapters.texts(checksums), checksums.num_bytes, seconds, pause_s)
     direct = update.direct
     if direct is None or not direct.reports:
-        return Published(*checksums.texts(), checksums.num_bytes, seconds, pause_s)
-    serving = Checksum.merged(each.serving for each in direct.reports).text()
-    trained = Checksum.merged(each.trained for each in direct.reports).text()
-    num_bytes = sum(each.num_bytes for each in direct.reports)
-    return Published(serving, trained, num_bytes, seconds, direct.pause_s)
+        texts = checksums.texts() if adapters is None else adapters.texts(*checksums.sums())
+        return Published(*texts, checksums.num_bytes, seconds, pause_s)
+    serving = Checksum.merged(each.serving for each in direct.reports)
+    trained = Checksum.merged(each.trained for each in direct.reports)
+    texts = (serving.text(), trained.text()) if adapters is None else adapters.texts(serving.sums(), trained.sums())
+    return Published(*texts, sum(each.num_bytes for each in direct.reports), seconds, direct.pause_s)
 
 
 class StreamChecksums:

@@ -21,6 +21,8 @@ from headwater.weights.memory import in_buckets
 
 WHOLE = "model.safetensors"
 """The name of a file that holds a whole model."""
+ADAPTERS = "adapter_model.safetensors"
+"""The name that peft gives a file with adapters."""
 _INDEX = "model.safetensors.index.json"
 _LONGEST_INDEX = 2**28
 

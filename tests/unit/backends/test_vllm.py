@@ -12,7 +12,7 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from http.server import HTTPServer, SimpleHTTPRequestHandler
@@ -31,11 +31,14 @@ from headwater.backends.remote import session as session_module
 from headwater.backends.remote.http import read_metrics
 from headwater.backends.remote.link import Garbage, LinkLost, Sending, ServerInfo, Span, StreamedTokens
 from headwater.backends.remote.media import MediaPrompt
+from headwater.backends.remote.model import RunModel
 from headwater.backends.remote.requests import OpenRequest, check_prompt
+from headwater.backends.vllm.adapters import check_adapters
 from headwater.backends.vllm.engine import VllmEngine, logprobs_problem
+from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.inprocess import InProcessLink
 from headwater.backends.vllm.launch import command
-from headwater.backends.vllm.wire import dialect_of, read_event, write_request
+from headwater.backends.vllm.wire import ADAPTERS, dialect_of, read_event, write_request
 from headwater.cli.route import find_model
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, LogitsBroken, RequestError, RolloutFailed, ServerLost
@@ -105,6 +108,60 @@ def test_a_continued_request_asks_for_the_rest() -> None:
     assert params["seed"] != first["sampling_params"]["seed"]
     assert second["cache_salt"] == "run-7"
     assert "stream_interval" not in write_request(Sending(whole), dialect_of("0.23"))["sampling_params"]
+
+
+def test_requests_name_the_adapters_of_the_run_if_the_server_has_them() -> None:
+    beside, alone = (write_request(Sending(request(), has_adapters=each), dialect_of("0.32")) for each in (True, False))
+    assert beside == {**alone, "model": ADAPTERS}
+
+
+def test_a_server_of_a_run_that_publishes_adapters_computes_them(tmp_path: Path) -> None:
+    adapters = ("lora.rank=12", "rollout.publish=adapter")
+    started = command(context(*adapters), tmp_path, ["cpu"])
+    options = " ".join(started.arguments)
+    assert "--enable-lora --max-lora-rank 16 --max-loras 1" in options
+    assert started.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    without = command(context("lora.rank=12"), tmp_path, ["cpu"])
+    assert "lora" not in " ".join(without.arguments)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in without.environment
+    with pytest.raises(ConfigError, match=r"lora\.rank = 513: .* at most rank 512; use less, or use rollout\.publish"):
+        command(context("lora.rank=513", "rollout.publish=adapter"), tmp_path, ["cpu"])
+
+
+def test_servers_that_cannot_compute_the_adapters_are_refused_with_a_remedy() -> None:
+    running = context("lora.rank=12", "rollout.publish=adapter", "rollout.servers=[http://127.0.0.1:1]")
+    told: list[Sequence[str]] = []
+
+    class Link:
+        async def adapter_problem(self, layers: Sequence[str]) -> str:
+            told.append(layers)
+            return next(iter(problem_of_layers), "")
+
+    good = replace(read_info_of("0.32.0"), adapter_rank=16, has_own_worker=True, loads_adapters=True)
+    problem_of_layers = ["it cannot compute adapters of 1 layers"]
+    for info, remedy in (
+        (replace(good, version="0.31.2"), "install vLLM 0.32"),
+        (replace(good, adapter_rank=0), "start it with --enable-lora --max-lora-rank 16"),
+        (replace(good, adapter_rank=8), "rank 8, and lora.rank = 12; start it with --enable-lora"),
+        (replace(good, has_own_worker=False), f"--worker-extension-cls {OWN_WORKER} and PYTHONPATH={INSIDE}"),
+        (replace(good, loads_adapters=False), "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (good, "of 1 layers; name other layers in lora.targets"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            asyncio.run(check_adapters(Link(), info, running, RunModel.of(running), "the server"))  # type: ignore[arg-type]
+        assert "rollout.publish = adapter: the server: " in str(refused.value)
+        assert remedy in str(refused.value)
+        assert str(refused.value).endswith(", or use rollout.publish=full")
+    problem_of_layers.clear()
+    asyncio.run(check_adapters(Link(), good, running, RunModel.of(running), "the server"))  # type: ignore[arg-type]
+    assert set(told[-1]) == {name for name, _ in model().named_modules() if name.endswith("_proj")}
+
+
+def read_info_of(version: str) -> ServerInfo:
+    return ServerInfo(
+        version=version, model="", dtype="float32", instance="1", max_model_tokens=64, max_sequences=4, device="cpu",
+        labels_tokens=True, can_sleep=False,
+    )  # fmt: skip
 
 
 def test_images_are_sent_beside_a_prompt_with_placeholders() -> None:

@@ -279,7 +279,7 @@ def test_a_backend_declares_which_engine_settings_it_reads(tmp_path, problems):
     assert "does not read this" in line
     adapters = [mine, "lora.rank=4", "rollout.publish=adapter"]
     (line,) = problems(None, *adapters)
-    assert "only Headwater's engine takes adapters alone" in line
+    assert "does not take adapters alone; use embedded, native or vllm" in line
     for traits, settings in (
         ("takes_adapters=True", adapters),
         ("is_planned=True", [mine, "learner.residency=[weights]"]),

@@ -21,6 +21,8 @@ AHEAD = "rollout.max_staleness=1"
 COLLECTIVE = "rollout.weight_transfer=collective"
 NCCL = "rollout.weight_link=nccl"
 
+ADAPTERS = ("lora.rank=4", "rollout.publish=adapter")
+
 CLASHES = [
     ([NEAR], "rollout.servers", ["rollout.backend = embedded", "rollout.backend=native"]),
     ([NATIVE], "rollout.backend = 'native'", ["rollout.servers", "rollout.placement=disaggregated"]),
@@ -81,10 +83,17 @@ CLASHES = [
         "rollout.weight_link = 'nccl'",
         ["sglang", "no GPU to send from", "rollout.weight_link=gloo", "another rollout.backend"],
     ),
+    ([SGLANG, NEAR, *ADAPTERS], "rollout.publish = 'adapter'", ["sglang does not take adapters", "native or vllm"]),
+    ([VLLM, FAR, *ADAPTERS], "rollout.weight_transfer = 'auto'", ["rollout.weight_folder"]),
     (["cluster=ray", SGLANG, FAR, NCCL], "rollout.weight_link = 'nccl'", ["no GPU to send from"]),
 ]
 
 FITTING = [
+    [VLLM, OWN, *ADAPTERS],
+    [VLLM, FAR, "rollout.weight_folder=/nfs/weights", *ADAPTERS],
+    [VLLM, *ADAPTERS],
+    [OWN, COLLECTIVE, *ADAPTERS],
+    [NATIVE, FAR, "rollout.weight_encoding=delta", *ADAPTERS],
     [NATIVE, NEAR],
     [NATIVE, NEAR, ROLLING, AHEAD],
     [OWN, "rollout.launch.num_servers=2", ROLLING, AHEAD],

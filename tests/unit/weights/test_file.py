@@ -127,7 +127,8 @@ WRITER = """
 import sys, torch
 from headwater.weights.file import FileWeights
 
-kept = [FileWeights({"w": (3,)}, torch.float32) for _ in range(2)]
+adapters = {"name": "adapter_model.safetensors", "texts": {"adapter_config.json": "{}"}}
+kept = [FileWeights({"w": (3,)}, torch.float32), FileWeights({"w": (3,)}, torch.float32, **adapters)]
 print(kept[0].path, flush=True)
 sys.stdin.readline()
 """

@@ -333,7 +333,7 @@ class RemoteEngine:
         """Send the weights. ``TransferLost`` if the server's process died; send them again then."""
         try:
             chosen = self._mode(mode)
-            Receiver(self._model.skeleton, update.shapes)  # names and shapes
+            Receiver(self._model.skeleton, update.shapes, adapters_alone=update.adapters_alone)  # names and shapes
             return self._thread.submit(self._take, update, chosen)
         except HeadwaterError as error:
             refused: Future[None] = Future()
@@ -374,15 +374,28 @@ class RemoteEngine:
         """Write the weights to a file, which the server loads."""
         written = written_file(update, self._dtype, self._config.rollout.weight_folder)
         folder, keeps = str(written.path.parent), mode == "in_flight"
+
+        def load(link: ServerLink, label: str) -> Coroutine[Any, Any, None]:
+            return link.reload(folder, label, keeps_cache=keeps)
+
+        self._load_files(written, update.version, mode, load, folder=folder)
+
+    def _load_files(
+        self,
+        written: WeightFile,
+        version: int,
+        mode: UpdateMode,
+        load: Callable[[Any, str], Any],
+        *,
+        folder: str,
+        adapter_folder: str = "",
+    ) -> None:
+        """Let the server ``load`` what was written to these folders, and keep it for a process that replaces it."""
+        weights = self._session.weights
         try:
-            self._update(
-                update.version,
-                mode,
-                lambda link, label: link.reload(folder, label, keeps_cache=keeps),
-                folder=folder,
-            )
+            self._update(version, mode, load, folder=folder, adapter_folder=adapter_folder)
         except BaseException:
-            if self._session.weights.folder == folder:
+            if (weights.folder, weights.adapter_folder) == (folder, adapter_folder):
                 self._keep(written)  # it was loaded before the error, so a server that restarts loads it again
             else:
                 written.discard()
@@ -394,9 +407,17 @@ class RemoteEngine:
         """The number type in which the server takes weights."""
         return DTYPES[self._info.dtype]  # type: ignore[index]
 
-    def _update(self, version: int, mode: UpdateMode, load: Callable[[Any, str], Any], *, folder: str = "") -> None:
+    def _update(
+        self,
+        version: int,
+        mode: UpdateMode,
+        load: Callable[[Any, str], Any],
+        *,
+        folder: str = "",
+        adapter_folder: str = "",
+    ) -> None:
         limit_s = max(ENGINE_CALL_LIMIT_S, self._config.rollout.timeout_s)
-        work = self._session.update(version, load, mode, limit_s=limit_s, folder=folder)
+        work = self._session.update(version, load, mode, limit_s=limit_s, folder=folder, adapter_folder=adapter_folder)
         self._do(work, f"{self._name} takes the weights of version {version}", limit_s=limit_s)
 
     def _keep(self, written: WeightFile) -> None:

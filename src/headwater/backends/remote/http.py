@@ -60,6 +60,9 @@ class HttpCalls:
             return read_metrics(text) if status == 200 else {}
         return {}
 
+    async def load_adapters(self, folder: str, label: str) -> None:
+        raise RolloutFailed(f"{self.program} takes no adapters from a run; use rollout.publish=full")
+
     async def close(self) -> None:
         await self._session.close()
 

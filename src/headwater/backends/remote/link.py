@@ -75,6 +75,10 @@ class ServerInfo:
     """What its vision tower has made of an image may be used again after an update of the weights."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
     """The numbers of the model's config.json; empty if they are not told."""
+    adapter_rank: int = 0
+    """The largest rank of LoRA adapters that it computes; 0 if it was started without them."""
+    loads_adapters: bool = False
+    """Adapters may be given to it while it runs."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ class Sending:
     """The caller wants tokens as they are generated."""
     prompt: MediaPrompt = NO_MEDIA
     """Instead of the input tokens, if the request has images."""
+    has_adapters: bool = False
+    """To be answered with the adapters that the server was given, and not by the weights below them."""
 
     @property
     def tokens(self) -> list[int]:
@@ -163,6 +169,11 @@ class ServerLink(Protocol):
     async def resume(self) -> None: ...
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
         """Load the safetensors files of a folder into the model. ``keeps_cache`` is for requests that continue."""
+        ...
+
+    async def load_adapters(self, folder: str, label: str) -> None:
+        """Load the adapters of a folder in peft's format beside the weights, in place of those before. Requests that
+        are kept continue with them."""
         ...
 
     async def set_label(self, label: str) -> bool:

@@ -14,6 +14,7 @@ from headwater.backends import BackendContext
 from headwater.backends.remote.link import OtherWeights, ServerInfo
 from headwater.config.schema import Config
 from headwater.core.errors import ConfigError
+from headwater.engine.adapters import add_adapters
 from headwater.models.load import end_token_ids, load_model, load_part, load_processor, local_folder
 from headwater.models.save import save_model
 from headwater.models.source import resolve_model
@@ -44,8 +45,12 @@ class RunModel:
 
     @classmethod
     def of(cls, context: BackendContext) -> RunModel:
+        """With the adapters that ``rollout.publish=adapter`` publishes beside its weights."""
         config = context.config
         skeleton, _ = load_part(context.model_path, dtype=config.model.dtype, seed=config.run.seed)
+        if config.rollout.publish == "adapter":
+            lora = config.lora
+            add_adapters(skeleton, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
         processor = load_processor(context.model_path, config.model.chat_template)
         return cls(skeleton, end_token_ids(skeleton, context.tokenizer), processor)
 
@@ -95,6 +100,8 @@ class ServedWeights:
     version: int = 0
     folder: str = ""
     """Where the newest weights are; empty before the first update, and if they were not sent through a file."""
+    adapter_folder: str = ""
+    """Where the newest adapters are that belong to them, if the server computes adapters beside its weights."""
     is_needed: bool = False
     """The server does not hold a complete version of this run. Requests wait until it does."""
     is_owned: bool = True

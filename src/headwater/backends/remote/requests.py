@@ -210,6 +210,7 @@ async def read_stream(
         f"{model.run}-{weights.cache_name(opened.sent_version)}",
         streams=opened.on_tokens is not None,
         prompt=await model.prompt(rest),
+        has_adapters=bool(weights.adapter_folder),
     )
     num_checked = len(opened.tokens)
     spans: tuple[Span, ...] | None = None

@@ -224,6 +224,8 @@ class RemoteSession:
     async def _restore(self, link: ServerLink) -> None:
         if self.weights.folder:
             await link.reload(self.weights.folder, self.weights.label)
+            if self.weights.adapter_folder:
+                await link.load_adapters(self.weights.adapter_folder, self.weights.label)
             self.weights.is_needed = False
         elif self.weights.label:  # sent over the network, and not kept
             self.weights.is_needed = True
@@ -342,9 +344,11 @@ class RemoteSession:
         *,
         limit_s: float,
         folder: str = "",
+        adapter_folder: str = "",
     ) -> None:
         """Let ``load`` give the server the weights of ``version`` under a label. A process that replaces it loads
-        them from ``folder``. ``TransferLost`` if the server does not survive the update."""
+        them from ``folder``, and their adapters from ``adapter_folder``. ``TransferLost`` if the server does not
+        survive the update."""
         async with self._control:
             link = await self.link()
             self._is_updating = True
@@ -352,7 +356,7 @@ class RemoteSession:
             try:
                 paused_at = await self._pause_for_update(link, mode, limit_s)
                 await self._load(link, load, version)
-                self.weights.folder = folder
+                self.weights.folder, self.weights.adapter_folder = folder, adapter_folder
                 await self._resume(link)
                 self.last_pause_s = time.perf_counter() - paused_at
             except LinkLost as error:

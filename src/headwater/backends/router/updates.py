@@ -18,9 +18,10 @@ from headwater.backends.router.options import RouterOptions
 from headwater.core.capabilities import UpdateMode
 from headwater.core.errors import HeadwaterError, TransferLost, WeightsError
 from headwater.core.parcels import DirectSend
-from headwater.core.protocols import WeightUpdate
+from headwater.core.protocols import WeightFile, WeightUpdate
 from headwater.core.waits import wait_for_future
 from headwater.models.checksum import dtype_of_checksum
+from headwater.weights.adapter_files import written_adapters
 from headwater.weights.fan_out import FanOut
 from headwater.weights.file import written_file
 
@@ -101,7 +102,7 @@ def _is_repeatable(update: WeightUpdate, is_streamed: bool) -> bool:
 def _for_some(update: WeightUpdate, is_streamed: bool, *, is_first: bool, num_receivers: int) -> WeightUpdate:
     """The update for some servers of several, with a stream that was not read yet."""
     if update.direct is not None:
-        return replace(update, direct=DirectSend(update.direct.learner, num_receivers))
+        return replace(update, direct=DirectSend(update.direct.learner, update.direct.content, num_receivers))
     if is_first or not is_streamed or isinstance(update.buckets, Sequence):
         return update
     if update.again is None:
@@ -131,7 +132,12 @@ def _prepare(
         update.direct.num_receivers = len(members)
         return update, False
     if all(each.file_weights for each in can):
-        file = written_file(update, dtype_of_checksum(can[0].dtype), weight_folder)
+        dtype, alpha = dtype_of_checksum(can[0].dtype), can[0].peft_alpha
+        file: WeightFile
+        if alpha:
+            file = written_adapters(update, dtype, alpha=alpha, shared_folder=weight_folder)
+        else:
+            file = written_file(update, dtype, weight_folder)
         held.callback(file.discard)
         return replace(update, direct=None, buckets=(), file=file), False
     return replace(update, direct=None), True

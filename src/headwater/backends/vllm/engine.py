@@ -18,13 +18,16 @@ from headwater.backends.launch.child import Command
 from headwater.backends.remote.engine import RemoteEngine
 from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerLink, WeightStream
 from headwater.backends.remote.model import RunModel, model_folder
+from headwater.backends.vllm.adapters import check_adapters
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
 from headwater.backends.vllm.weights import check_transfer, make_stream
 from headwater.config.traits import BackendTraits
-from headwater.core.capabilities import Capabilities
-from headwater.core.errors import ConfigError, RequestError, WeightsError
+from headwater.core.capabilities import Capabilities, UpdateMode
+from headwater.core.errors import BaseMissing, ConfigError, RequestError, WeightsError
+from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.core.waits import named_wait
+from headwater.weights.adapter_files import AdaptedFiles, written_adapters
 
 _PROBE_LIMIT_S = 120.0
 _OPTIONS = f"--worker-extension-cls {OWN_WORKER} and PYTHONPATH={INSIDE}"
@@ -48,6 +51,7 @@ _PROCESSED, _RAW = "processed_logprobs", "raw_logprobs"
         gpu_settings=("memory_fraction",),  # on a CPU, vLLM takes a fixed size if none is given
         connects=True,
         is_foreign=True,
+        takes_adapters=True,
         transfers=("shared_memory", "file", "collective"),
         links=("gloo",),
     )
@@ -80,7 +84,22 @@ class VllmEngine(RemoteEngine):
         if context.owns_weights:
             check_transfer(context.config, info, where, _OPTIONS)
             check_reload(info, model, where)
+            if context.config.rollout.publish == "adapter":
+                await check_adapters(link, info, context, model, where)
         await check_vocabulary(link, model, where)
+
+    def _check_run(self, context: BackendContext) -> None:
+        super()._check_run(context)
+        rollout = context.config.rollout
+        if context.owns_weights:
+            check_transfer(context.config, self._info, self._name, _OPTIONS)
+        if rollout.publish == "full" or rollout.servers:  # running ones are checked at every connection
+            return
+
+        async def check() -> None:
+            await check_adapters(await self._session.link(), self._info, context, self._model, self._name)
+
+        self._do(check(), f"{self._name} tells which adapters it computes")
 
     @classmethod
     def from_context(cls, context: BackendContext) -> VllmEngine:
@@ -94,18 +113,16 @@ class VllmEngine(RemoteEngine):
             engine._resources = stack.pop_all()
         return engine
 
-    def _check_run(self, context: BackendContext) -> None:
-        super()._check_run(context)
-        if context.owns_weights:
-            check_transfer(context.config, self._info, self._name, _OPTIONS)
-
     def _make_stream(self) -> WeightStream | None:
         # Who does not own the weights takes them from another program, which does not know where the servers are.
         return make_stream(self._config, self._info, self._dtype) if self._session.weights.is_owned else None
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, checksums=self._stream is not None)
+        can = replace(super().capabilities, checksums=self._stream is not None)
+        if self._config.rollout.publish == "full":
+            return can
+        return replace(can, adapters=True, peft_alpha=float(self._config.lora.alpha))
 
     def weights_checksum(self) -> str:
         """Of what the workers have received. They store it in their own layout."""
@@ -115,6 +132,38 @@ class VllmEngine(RemoteEngine):
         if weights.is_needed or not stream.checksum:
             raise WeightsError(f"{self._name} has not received complete weights from this run")
         return stream.checksum
+
+    def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        if self._config.rollout.publish == "full":
+            super()._send(update, mode)
+        else:
+            self._send_adapters(update, mode)
+
+    def _send_adapters(self, update: WeightUpdate, mode: UpdateMode) -> None:
+        """Write the adapters to a folder that the server loads, and before that the weights below them if they came."""
+        has_adapters, older = bool(self._session.weights.adapter_folder), self._newest
+        written = written_adapters(
+            update,
+            self._dtype,
+            alpha=self._config.lora.alpha,
+            shared_folder=self._config.rollout.weight_folder,
+        )
+        with_weights = written.weights is not None
+        if not with_weights and isinstance(older, AdaptedFiles):
+            written = written.over(older)
+        if written.weights is None:
+            written.discard()
+            raise BaseMissing("the server has not been given the weights that the adapters belong to; send all weights")
+        folder, adapter_folder = str(written.weights.path.parent), str(written.path.parent)
+
+        async def load(link: ServerLink, label: str) -> None:
+            if with_weights:
+                await link.reload(folder, label, keeps_cache=mode == "in_flight")
+            await link.load_adapters(adapter_folder, label)
+
+        # Requests that were sent before the server had adapters do not name them, so they cannot be kept.
+        chosen: UpdateMode = "interrupt" if mode == "in_flight" and not has_adapters else mode
+        self._load_files(written, update.version, chosen, load, folder=folder, adapter_folder=adapter_folder)
 
     def _sampling_problem(self, sampling: SamplingParams) -> str | None:
         return logprobs_problem(self._info.logprobs_mode, sampling)

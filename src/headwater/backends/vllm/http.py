@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 from headwater.backends.remote.http import HttpCalls
 from headwater.backends.remote.link import PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.vllm.weights import WorkerCalls
-from headwater.backends.vllm.wire import dialect_of, read_event, write_request
+from headwater.backends.vllm.wire import ADAPTERS, dialect_of, read_event, write_request
 from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import ConfigError, RequestError, RolloutFailed
 
@@ -98,6 +98,29 @@ class VllmLink(WorkerCalls, HttpCalls):
             await self._call("POST", "/reset_encoder_cache", is_text=True)
         await self.set_label(label)
 
+    async def adapter_problem(self, layers: Sequence[str]) -> str:
+        """Why the server cannot compute adapters of these layers; empty if it can."""
+        call = {"method": "headwater_adapter_problem", "kwargs": {"layers": list(layers)}}
+        problem: str = (await self._call("POST", "/collective_rpc", call))["results"][0]["problem"]
+        return problem
+
+    async def load_adapters(self, folder: str, label: str) -> None:
+        if not await self._load_adapters(folder, is_new=False):
+            # Requests find them by a name, which the server is told once. It would take new values in this way too, but
+            # then read their file again in every step (``load_inplace``).
+            with suppress(RequestError):  # the name is known only if the connection broke in this place before
+                await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": ADAPTERS}, is_text=True)
+            named = {"lora_name": ADAPTERS, "lora_path": folder}
+            await self._call("POST", "/v1/load_lora_adapter", named, is_text=True)
+            await self._load_adapters(folder, is_new=True)
+        await self.set_label(label)
+
+    async def _load_adapters(self, folder: str, *, is_new: bool) -> bool:
+        """Whether the workers know which adapters are meant, and have loaded them."""
+        call = {"method": "headwater_load_adapters", "kwargs": {"folder": folder, "is_new": is_new}}
+        is_loaded: bool = (await self._call("POST", "/collective_rpc", call))["results"][0]["is_loaded"]
+        return is_loaded
+
     async def set_label(self, label: str) -> bool:
         if self._dialect.labels_tokens:
             await self._call("POST", "/update_weight_version", {"new_version": label})
@@ -137,4 +160,6 @@ def read_info(version: str, told: Mapping[str, Any]) -> ServerInfo:
         # Of several data-parallel engines, only the first one would answer.
         receives_weights=bool(own.get("receives_weights")) and parallel.get("data_parallel_size") == 1,
         text_config=model.get("text_config") or {},
+        adapter_rank=int((told.get("lora_config") or {}).get("max_lora_rank") or 0),
+        loads_adapters=bool(told.get("loads_adapters")),
     )

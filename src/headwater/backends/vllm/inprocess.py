@@ -17,10 +17,13 @@ from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
 from headwater.backends.vllm.launch import MEDIA_LIMITS, engine_settings, reads_images
 from headwater.backends.vllm.weights import WorkerCalls
-from headwater.backends.vllm.wire import dialect_of, read_choice, write_request
+from headwater.backends.vllm.wire import ADAPTERS, dialect_of, read_choice, write_request
 from headwater.core.capabilities import MemoryTag
 from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost
 from headwater.models.device import resolve_device
+
+_ADAPTERS_ID = 1
+"""vLLM's number for the adapters of the run."""
 
 
 class InProcessServer:
@@ -119,6 +122,8 @@ class InProcessLink(WorkerCalls):
             has_own_worker=True,
             num_workers=config.parallel_config.world_size,
             receives_weights=True,
+            adapter_rank=config.lora_config.max_lora_rank if config.lora_config else 0,
+            loads_adapters=True,
         )
 
     async def stream(self, sending: Sending) -> AsyncGenerator[StreamedTokens, None]:
@@ -132,8 +137,15 @@ class InProcessLink(WorkerCalls):
             prompt["multi_modal_data"] = {"image": images}
             prompt["multi_modal_uuids"] = {"image": [item.content.digest for item in media]}
         params = SamplingParams(**body["sampling_params"], output_kind=RequestOutputKind.DELTA)
+        lora = None
+        if sending.has_adapters:
+            from vllm.lora.request import LoRARequest
+
+            # They are loaded already. The path is not read, and would be an error if they were lost.
+            lora = LoRARequest(lora_name=ADAPTERS, lora_int_id=_ADAPTERS_ID, lora_path=ADAPTERS)
         with _engine_errors("generates"):
-            async with aclosing(self._engine.generate(prompt, params, body["request_id"])) as outputs:
+            answers = self._engine.generate(prompt, params, body["request_id"], lora_request=lora)
+            async with aclosing(answers) as outputs:
                 async for output in outputs:
                     chunk = self._read(output.outputs[0])
                     yield replace(chunk, prompt=tuple(output.prompt_token_ids)) if media else chunk
@@ -184,6 +196,19 @@ class InProcessLink(WorkerCalls):
             # Its workers forget what the tower has made of images. Its scheduler must not count on that any more.
             with _engine_errors("resets its cache of images"):
                 await self._engine.reset_encoder_cache()
+        await self.set_label(label)
+
+    async def adapter_problem(self, layers: Sequence[str]) -> str:
+        """Why vLLM cannot compute adapters of these layers; empty if it can."""
+        with _engine_errors("tells which layers may have adapters"):
+            told = await self._engine.collective_rpc("headwater_adapter_problem", kwargs={"layers": list(layers)})
+        problem: str = told[0]["problem"]
+        return problem
+
+    async def load_adapters(self, folder: str, label: str) -> None:
+        with _engine_errors(f"loads the adapters of {folder}"):
+            arguments = {"folder": folder, "number": _ADAPTERS_ID}
+            await self._engine.collective_rpc("headwater_load_adapters", kwargs=arguments)
         await self.set_label(label)
 
     async def set_label(self, label: str) -> bool:

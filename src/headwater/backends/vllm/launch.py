@@ -11,6 +11,7 @@ from headwater.backends import BackendContext
 from headwater.backends.launch.child import HOST, Command
 from headwater.backends.remote.link import STREAM_INTERVAL
 from headwater.backends.remote.servers import child_command, must_release_memory
+from headwater.backends.vllm.adapters import room_for
 from headwater.backends.vllm.http import INSIDE
 from headwater.config.schema import Config
 
@@ -39,6 +40,8 @@ def command(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": HOST,  # where its processes find each other
     }
+    if context.config.rollout.publish == "adapter":
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     return child_command(context, "vllm", settings, devices, api_key=api_key, environment=environment, path=str(INSIDE))
 
 
@@ -65,6 +68,8 @@ def engine_settings(config: Config, *, is_on_cpu: bool, shares_device: bool) -> 
         "block_size": engine.page_tokens,
         "kv_cache_memory_bytes": int((engine.kv_cache_gib or (_CPU_CACHE_GIB if is_on_cpu else 0)) * 2**30),
     }
+    if config.rollout.publish == "adapter":
+        settings |= {"enable_lora": True, "max_lora_rank": room_for(config.lora.rank), "max_loras": 1}
     if not is_on_cpu and not engine.kv_cache_gib:
         settings["gpu_memory_utilization"] = engine.memory_fraction or (_SHARED_FRACTION if shares_device else 0)
     return {name: value for name, value in settings.items() if value not in (0, 0.0) or isinstance(value, bool)}

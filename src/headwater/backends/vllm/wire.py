@@ -16,6 +16,8 @@ from headwater.backends.remote.media import data_url
 from headwater.core.errors import LogitsBroken, RequestError, RolloutFailed
 from headwater.core.requests import StopReason, derive_key
 
+ADAPTERS = "headwater-adapters"
+"""The name under which a server knows the adapters of a run."""
 NO_LOGPROB = -9999.0
 """vLLM's value for a log-prob that is not a number, or that it did not compute."""
 _NUM_CHARACTERS_SHOWN = 200
@@ -38,6 +40,8 @@ class VllmDialect:
     """``/release_kv_cache_memory`` frees the KV cache and leaves the weights where they are."""
     takes_images: bool
     """Images are sent with the tokens, as ``content_parts``, and the answer contains the expanded prompt."""
+    computes_adapters: bool
+    """LoRA adapters can be replaced while requests wait, also after all weights were reloaded below them."""
 
 
 DIALECTS = (
@@ -48,6 +52,7 @@ DIALECTS = (
         batches_stream=True,
         releases_cache_alone=True,
         takes_images=True,
+        computes_adapters=True,
     ),
     VllmDialect(
         (0, 23),
@@ -56,6 +61,7 @@ DIALECTS = (
         batches_stream=False,
         releases_cache_alone=False,
         takes_images=False,
+        computes_adapters=False,
     ),
 )
 """The newest first. A version between two rows speaks the older of the two."""
@@ -100,6 +106,7 @@ def write_request(sending: Sending, dialect: VllmDialect) -> dict[str, Any]:
         params["stream_interval"] = STREAM_INTERVAL
     if sampling.logit_bias:
         params["logit_bias"] = {str(token): value for token, value in sampling.logit_bias}
+    named = {"model": ADAPTERS} if sending.has_adapters else {}
     media = {}
     if request.media:
         parts = [
@@ -108,6 +115,7 @@ def write_request(sending: Sending, dialect: VllmDialect) -> dict[str, Any]:
         ]
         media = {"content_parts": parts, "return_token_ids": True}
     return {
+        **named,
         **media,
         "request_id": request.request_id,
         "token_ids": sending.tokens,

@@ -31,6 +31,8 @@ class Worker:
 
     def headwater_describe(self) -> dict[str, Any]:
         """The settings that ``/server_info`` tells too, which takes half a minute for other things."""
+        from vllm import envs
+
         config = self.vllm_config  # type: ignore[attr-defined]
         model, parallel = config.model_config, config.parallel_config
         texts = model.hf_text_config.to_dict()
@@ -53,7 +55,51 @@ class Worker:
                 "data_parallel_size": parallel.data_parallel_size,
             },
             "headwater": {"receives_weights": True},
+            "lora_config": {"max_lora_rank": config.lora_config.max_lora_rank} if config.lora_config else None,
+            "loads_adapters": bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
         }
+
+    def headwater_adapter_problem(self, layers: list[str]) -> dict[str, str]:
+        """Which of these layers of the run's model cannot have adapters in vLLM's; an empty text if all can.
+
+        vLLM would leave out adapters of layers that it has not prepared, without an error.
+        """
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if not hasattr(runner, "lora_manager"):
+            return {"problem": "it computes no adapters"}
+        manager = runner.lora_manager._adapter_manager
+        prepared = set(manager.modules)
+        for whole, parts in manager.packed_modules.items():
+            if whole in prepared:
+                prepared.update(parts)
+        names = getattr(manager.model, "hf_to_vllm_mapper", None)
+        renamed = names.get_rename_mapper() if names is not None else None
+        missing = [
+            each
+            for each in layers
+            if parse_fine_tuned_lora_name(f"base_model.model.{each}.lora_A.weight", renamed)[0] not in prepared
+        ]
+        return {
+            "problem": f"it cannot compute adapters of {len(missing)} layers, such as {missing[0]}" if missing else ""
+        }
+
+    def headwater_load_adapters(self, folder: str, is_new: bool = False, number: int = 0) -> dict[str, bool]:
+        """Load the adapters of a folder in place of those before. Requests in progress continue with them.
+
+        ``number`` is what vLLM knows them by. If it is not given, it is that of the adapters that were loaded last,
+        which ``is_new`` says have just been given a name. False if there are none.
+        """
+        from vllm.lora.request import LoRARequest
+
+        worker: Any = self
+        if is_new:
+            worker.headwater_adapters = max(worker.list_loras())
+        number = number or getattr(worker, "headwater_adapters", 0)
+        if number:
+            worker.add_lora(LoRARequest(lora_name="headwater", lora_int_id=number, lora_path=folder, load_inplace=True))
+        return {"is_loaded": number > 0}
 
     def headwater_reload(self, folder: str) -> None:
         """Load the safetensors files of a folder."""
