@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -41,6 +42,8 @@ _RESERVE, _LEAST_RESERVE = 0.06, GIB
 _HOST_SHARE = 0.85
 """Of the free main memory, the most that copies may take."""
 _PAGE_TOKENS = 64
+_MAY_LEAVE: tuple[Literal["kv_cache", "weights", "parameters", "optimizer"], ...]
+_MAY_LEAVE = ("kv_cache", "weights", "parameters", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -341,10 +344,10 @@ def planned(config: Config, plan: MemoryPlan | None) -> Config:
         engine = replace(engine, keep_addresses=True)
     if plan.ways["optimizer"] == STREAMED:
         learner = replace(learner, offload_optimizer=True)
-    left = [tag for tag in ("kv_cache", "weights", "parameters", "optimizer") if plan.ways[tag] != RESIDENT]
+    leaving = tuple(tag for tag in _MAY_LEAVE if plan.ways[tag] != RESIDENT)
     learner = replace(
         learner,
-        residency=tuple(left) or (RESIDENT,),
+        residency=leaving or ("resident",),
         convert_at_once=learner.convert_at_once and plan.converts_at_once,
     )
     if not _has_room_for_graphs(plan):
