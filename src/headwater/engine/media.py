@@ -138,6 +138,7 @@ class MediaEncoder:
     def forget(self) -> None:
         """The weights of the tower have changed, or leave the device."""
         self.cache.clear()
+        self._unused.clear()
         self._tower.weights_changed()
 
     @torch.inference_mode()

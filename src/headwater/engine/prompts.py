@@ -306,13 +306,14 @@ class UnreadRequests:
         self._deadline: float | None = None
         """When the requests that have been read stop to wait for the others."""
         self._sequences: dict[EngineSequence, None] = {}
-        self._since = self._waited_s = 0.0
+        self._waited: tuple[float, float | None] = 0.0, None
+        """The seconds of waits that have ended, and when the present one began. Replaced as a whole: others read it."""
 
     @property
     def waited_s(self) -> float:
         """For how long at least one request has waited here, in total. May be called by any thread."""
-        waited_s, since = self._waited_s, self._since
-        return waited_s + (monotonic() - since if self._sequences else 0.0)
+        waited_s, since = self._waited
+        return waited_s if since is None else waited_s + monotonic() - since
 
     @property
     def is_due(self) -> bool:
@@ -333,7 +334,7 @@ class UnreadRequests:
 
     def add(self, sequence: EngineSequence) -> None:
         if not self._sequences:
-            self._since = monotonic()
+            self._waited = self._waited[0], monotonic()
         self._sequences[sequence] = None
         if _is_read(sequence):  # otherwise another thread will tell
             self.has_news = True
@@ -395,7 +396,7 @@ class UnreadRequests:
     def _remove(self, sequence: EngineSequence) -> None:
         del self._sequences[sequence]
         if not self._sequences:
-            self._waited_s += monotonic() - self._since
+            self._waited = self.waited_s, None
 
 
 def _is_read(sequence: EngineSequence) -> bool:
