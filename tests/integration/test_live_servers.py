@@ -80,6 +80,11 @@ def step_of(run: Path) -> int:
     return max((each["step"] for each in metrics(run, "train")), default=0) if (run / "metrics.jsonl").exists() else 0
 
 
+def train_to(process: forked.Forked, run: Path, step: int) -> None:
+    until(lambda: step_of(run) >= step or process.poll() is not None, "it trains")
+    assert process.poll() is None, process.communicate(timeout=LIMIT_S)
+
+
 def change(run: Path, *arguments: object) -> list[dict[str, Any]]:
     told = headwater("servers", run, *arguments, "--json")
     assert told.code == 0, told.stderr
@@ -125,7 +130,7 @@ def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
     run, go, num_steps = tmp_path / "quickstart", tmp_path / "go", 12
     settings = [*SHORT, f"trainer.total_steps={num_steps}", f"run.root={tmp_path}", "engine.deterministic=true", *ways]
     with training("train", "quickstart", *settings, *waits_for(go, run, 2), *named(first, second)) as process:
-        until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
+        train_to(process, run, 2)
         before = measured(third, "num_tokens_generated")
         assert [each["state"] for each in change(run)] == ["serving", "serving"]
         added = change(run, "add", third.url)
@@ -173,7 +178,7 @@ def test_a_server_of_another_kind_joins_a_run_on_two_ranks(servers, tmp_path):
         *command, cwd=ROOT, env=environment_of_ranks(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
+        train_to(process, run, 2)
         before = measured(third, "num_tokens_generated")
         change(run, "add", third.url)
         until(lambda: state_of(run, third.url) == "serving", "it gets the newest weights")
@@ -197,7 +202,7 @@ def test_a_server_that_cannot_be_used_does_not_harm_the_run(servers, tmp_path, t
     settings = [*SHORT, "trainer.total_steps=6", f"run.root={tmp_path}", f"rollout.weight_transfer={transfer}"]
     try:
         with training("train", "quickstart", *settings, *waits_for(go, run, 2), *named(first, second)) as process:
-            until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
+            train_to(process, run, 2)
             change(run, "add", other.ready().url)
             until(lambda: "refused" in state_of(run, other.url), "it refuses the weights")
             told = headwater("servers", run, "add", narrow.ready().url)
@@ -218,7 +223,7 @@ def test_a_killed_run_leaves_a_socket_that_the_next_part_replaces(servers, tmp_p
     run, go = tmp_path / "quickstart", tmp_path / "go"
     settings = [*SHORT, "trainer.total_steps=6", "trainer.checkpoint_every_steps=1", f"run.root={tmp_path}"]
     with training("train", "quickstart", *settings, *waits_for(go, run, 2), *named(first, second)) as process:
-        until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
+        train_to(process, run, 2)
         change(run, "add", third.url)
         until(lambda: RunDirectory.open(run).checkpoint_steps(), "a checkpoint is written")
         process.send_signal(signal.SIGKILL)
@@ -242,7 +247,7 @@ def test_a_server_that_the_run_has_started_ends_when_it_is_removed(servers, tmp_
     launched = ["rollout.placement=disaggregated", "rollout.launch.num_servers=2"]
     settings = [*SHORT, "trainer.total_steps=6", f"run.root={tmp_path}", *launched]
     with training("train", "quickstart", *settings, *waits_for(go, run, 2)) as process:
-        until(lambda: step_of(run) >= 2 or process.poll() is not None, "it trains")
+        train_to(process, run, 2)
         pid = json.loads((run / "status.json").read_text())["pid"]
         assert len(children(pid)) == 2
         change(run, "add", servers[0].url)
