@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["tiny"], help="shapes of the model")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     parser.add_argument("--updates", type=int, default=3, help="updates that are timed (default 3)")
-    parser.add_argument("--sequences", type=int, default=8, help="responses that run all the time (default 8); 0 for none")
+    parser.add_argument("--sequences", type=int, default=8, help="responses that run all the time, or 0 (default 8)")
     parser.add_argument("--servers", type=int, default=2, help="measured with one server and with so many (default 2)")
     parser.add_argument("--transports", nargs="+", choices=known, help="default: all but delta")
     parser.add_argument("--vllm", metavar="PYTHON", help="use a server of the vLLM of this Python")
