@@ -168,6 +168,35 @@ def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
     assert f"The weights of all {num_steps} steps equal the recorded ones, bit for bit" in told.stdout, told.stderr
 
 
+def test_a_server_joins_a_run_that_publishes_adapters_alone(tmp_path):
+    """It first gets the weights below the adapters, then the adapters alone as the others do."""
+    run, go, num_steps = tmp_path / "quickstart", tmp_path / "go", 12
+    lora = ["lora.rank=4", "lora.alpha=8", "rollout.publish=adapter", "rollout.weight_transfer=collective"]
+    settings = [*SHORT, *lora, f"trainer.total_steps={num_steps}", f"run.root={tmp_path}"]
+    started = [Running("engine.adapter_rank=4", "engine.adapter_alpha=8").start() for _ in range(3)]
+    bare = Running().start()
+    try:
+        first, second, third = [each.ready() for each in started]
+        with training("train", "quickstart", *settings, *waits_for(go, run, 2), *named(first, second)) as process:
+            train_to(process, run, 2)
+            before = measured(third, "num_tokens_generated")
+            change(run, "add", third.url)
+            until(lambda: state_of(run, third.url) == "serving", "it gets the newest weights")
+            told = headwater("servers", run, "add", bare.ready().url)
+            assert "engine.adapter_rank=4" in told.stderr, "it has no adapters"
+            go.touch()
+            ended_well(process)
+        assert measured(third, "num_tokens_generated") > before, "groups that are drawn later go to it, too"
+    finally:
+        for each in (*started, bare):
+            each.kill()
+    check_run(run, num_steps)
+    status = json.loads((run / "status.json").read_text())
+    assert [each["version"] for each in status["servers"]] == [num_steps] * 3
+    alone = [each["weights/bytes"] for each in metrics(run, "train")]
+    assert alone[-1] < 1e6, "only the adapters, of a model of 3.4 MB"
+
+
 def test_a_server_of_another_kind_joins_a_run_on_two_ranks(servers, tmp_path):
     """Over SGLang's calls, which ``headwater serve`` answers too. Rank 0 has the router."""
     first, second, third = servers
