@@ -88,9 +88,9 @@ class RolloutConfig:
     """Device of a disaggregated engine: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU that the learner does not use, or
     the learner's device if there is none."""
     weight_transfer: Literal["auto", "shared_memory", "file", "collective", "cuda_ipc"] = "auto"
-    """How new weights reach servers: `shared_memory` or `cuda_ipc` (on the GPU) on this machine, through a `file`, or
-    `collective`: over the network. vLLM has no cuda_ipc, SGLang only the last two. `auto` takes the first that works,
-    but never cuda_ipc."""
+    """How weights reach servers: `shared_memory` or `cuda_ipc` (on the GPU) on this machine, through a `file`, or
+    `collective` over the network. vLLM has no cuda_ipc, SGLang only the last two. `auto` takes the first that works,
+    never cuda_ipc."""
     weight_link: WeightLink = "gloo"
     """With weight_transfer=collective: `gloo` sends from main memory and works on every machine; `nccl` sends from GPU
     to GPU and needs a separate GPU for every learner rank and server. vLLM takes weights over gloo only."""
