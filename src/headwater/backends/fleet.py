@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwater.backends import BACKENDS, SERVER_KEY, BackendContext, LaunchesServers, LoadsModels, engine_device
 from headwater.config.schema import Config
-from headwater.config.server_checks import chosen_transfer, transfer_problem
+from headwater.config.server_checks import backend_traits, chosen_transfer, supported_transfers, transfer_problem
 from headwater.core.errors import ConfigError, RolloutFailed
 from headwater.core.protocols import InferenceEngine
 from headwater.core.waits import start_in_thread
@@ -72,8 +72,11 @@ def connect_server(context: BackendContext, url: str) -> RoutedServer:
     from headwater.backends.router.engine import RoutedServer
 
     rollout = context.config.rollout
-    transfer = chosen_transfer(context.config) or "shared_memory"
-    alone = replace(context.config, rollout=replace(rollout, servers=(url,), weight_transfer=transfer))
+    told = rollout.weight_transfer
+    if not backend_traits(context.config).is_foreign:  # ours take an update together, in the same way
+        told = chosen_transfer(context.config) or "shared_memory"
+    alone = replace(context.config, rollout=replace(rollout, servers=(url,), weight_transfer=told))
+    transfer = chosen_transfer(alone) or supported_transfers(alone)[-1]
     if (problem := transfer_problem(alone, transfer)) is not None:
         raise ConfigError([f"rollout.weight_transfer = {transfer}: {problem}, and resume the run with it"])
     _reach(url)

@@ -223,10 +223,11 @@ class RayCluster:
         known: tuple[WeightTransfer, ...] = get_args(WeightTransfer)
         transfers = [each for each in known if each in usable and each in supported_transfers(config)]
         if told == "file" or not transfers:
+            read = "weights" if config.rollout.publish == "full" else "adapters (rollout.publish = adapter)"
             raise ConfigError(
                 [
                     f"rollout.weight_transfer = {told}: the Ray cluster has several machines, and the servers of "
-                    f"rollout.backend = {config.rollout.backend} on other machines read weights from files; set "
+                    f"rollout.backend = {config.rollout.backend} on other machines read {read} from files; set "
                     "rollout.weight_folder to a folder that all nodes see"
                 ]
             )

@@ -331,7 +331,9 @@ def update_order_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
 
 def weight_folder_is_read(config: Config, layers: Layers) -> Iterator[Clash]:
     rollout = config.rollout
-    if rollout.weight_folder and not (rollout.is_separate and chosen_transfer(config) == "file"):
+    # Another program has separate processes for the weights, also in the learner's process.
+    has_servers = rollout.is_separate or backend_traits(config).is_foreign
+    if rollout.weight_folder and not (has_servers and chosen_transfer(config) == "file"):
         yield Clash(
             ("rollout.weight_folder", "rollout.weight_transfer"),
             "only rollout.weight_transfer=file to servers writes weights to a folder; use it, or remove this",
@@ -396,9 +398,15 @@ def residency_can_be_followed(config: Config, layers: Layers) -> Iterator[Clash]
             "remove this",
         )
     named = [each for each in chosen if each in ("kv_cache", "weights", "parameters")]
+    remedy = "use [auto]"
+    if chosen == ("optimizer",) and (config.rollout.is_separate or not backend_traits(config).is_planned):
+        yield Clash(
+            (key, "rollout.backend", "rollout.placement"),
+            "a plan is made only for the embedded engine in the learner's process; use learner.offload_optimizer=true "
+            f"without a plan, and {remedy} here",
+        )
     if not named:
         return
-    remedy = "use [auto]"
     if config.rollout.max_staleness > 0:
         yield Clash(
             (key, "rollout.max_staleness"),

@@ -97,6 +97,7 @@ def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan 
     if not is_planned(config, num_ranks):
         if shares_gpu(config, num_ranks):
             _check_unplanned(config, model_path)
+        _check_nothing_listed(config, num_ranks)
         return None
     device = resolve_device(config.model.device)
     try:
@@ -108,6 +109,20 @@ def plan_run(config: Config, model_path: str, num_ranks: int = 1) -> MemoryPlan 
         return None
     budget = budget_of(config, free_bytes(device), available_ram())
     return plan_memory(config, models, budget, can_discard=is_supported(device))
+
+
+def _check_nothing_listed(config: Config, num_ranks: int) -> None:
+    """What ``learner.residency`` names would stay on the GPUs of several ranks, without a word."""
+    if set(config.learner.residency) <= {"auto", RESIDENT} or (num_ranks == 1 and config.cluster.kind == "local"):
+        return
+    named = ", ".join(config.learner.residency)
+    raise ConfigError(
+        [
+            f"learner.residency = [{named}]: a plan is made only for a learner of one process, and this run has "
+            "several ranks or is on a Ray cluster; use learner.offload_optimizer=true or "
+            "learner.offload_during_rollout=true"
+        ]
+    )
 
 
 def _check_unplanned(config: Config, model_path: str) -> None:

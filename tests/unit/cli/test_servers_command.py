@@ -15,10 +15,11 @@ from backends.router.scripted import ScriptedEngine
 from backends.router.test_router_engine import FAST
 from ports import free_port
 
-from headwater.backends import BackendContext
+from headwater.backends import BackendContext, fleet
 from headwater.backends.fleet import connect_server
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.backends.router.run_calls import RunCalls
+from headwater.backends.vllm.engine import VllmEngine
 from headwater.cli.main import main
 from headwater.config.explain import to_yaml
 from headwater.config.load import load_config
@@ -207,6 +208,19 @@ def test_a_server_that_cannot_join_is_refused_before_it_is_waited_for():
         connect_server(context, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match=r"shared_memory: http://10\.1\.2\.3:8000 is not on this"):
         connect_server(context, "http://10.1.2.3:8000")
+
+
+def test_a_vllm_server_that_joins_chooses_its_transfer_as_those_of_the_recipe(monkeypatch):
+    """Each of them may take weights in another way, for example from files because it has none of our methods."""
+    config = load_config(None, ["rollout.backend=vllm", f"rollout.servers=[{A}, {B}]"]).config
+    contexts: list[BackendContext] = []
+    monkeypatch.setattr(fleet, "_reach", lambda url: None)
+    monkeypatch.setattr(VllmEngine, "connect", lambda url, context: contexts.append(context))
+    connect_server(BackendContext(config, "tiny:qwen3", None, Spans()), C)
+    assert [each.config.rollout.weight_transfer for each in contexts] == ["auto"]
+    adapters = load_config(None, ["rollout.backend=vllm", "lora.rank=4", "rollout.publish=adapter"]).config
+    with pytest.raises(ConfigError, match="file: .* set rollout.weight_folder"):
+        connect_server(BackendContext(adapters, "tiny:qwen3", None, Spans()), "http://10.1.2.3:8000")
 
 
 def test_changes_of_an_earlier_part_of_the_run_do_not_count(run):

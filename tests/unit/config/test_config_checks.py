@@ -157,6 +157,7 @@ CLASHES = [
         ["rollout.max_staleness = 2", "use [auto]"],
     ),
     ([OWN, "learner.residency=[parameters]"], "learner.residency = [parameters]", ["rollout.backend=embedded"]),
+    ([OWN, "learner.residency=[optimizer]"], "learner.residency = [optimizer]", ["learner.offload_optimizer=true"]),
     (
         ["learner.residency=[weights]", "lora.rank=4", "rollout.publish=adapter"],
         "learner.residency = [weights]",

@@ -92,6 +92,7 @@ FITTING = [
     [VLLM, OWN, *ADAPTERS],
     [VLLM, FAR, "rollout.weight_folder=/nfs/weights", *ADAPTERS],
     [VLLM, *ADAPTERS],
+    [VLLM, "rollout.weight_folder=/scratch", *ADAPTERS],
     [OWN, COLLECTIVE, *ADAPTERS],
     [NATIVE, FAR, "rollout.weight_encoding=delta", *ADAPTERS],
     [NATIVE, NEAR],

@@ -291,6 +291,13 @@ def test_a_run_on_one_gpu_gets_a_plan_unless_it_says_that_everything_stays(monke
     assert planned(config, None) is config, "the engine and the learner get the settings as they are"
 
 
+def test_what_leaves_is_not_named_for_several_ranks_without_effect():
+    config = load_config(None, ["model.device=cpu", "learner.residency=[optimizer]"]).config
+    assert plan_run(config, "/no/such/model") is None, "a notice says that a CPU does not read it"
+    with pytest.raises(ConfigError, match=r"learner\.residency = \[optimizer\].*learner\.offload_optimizer=true"):
+        plan_run(config, "/no/such/model", num_ranks=2)
+
+
 def test_a_run_that_fits_moves_nothing_and_keeps_room_for_recorded_passes():
     models = small(151936, 1536, 8960, 28, 12, 2)  # the shape of Qwen2.5-1.5B
     plan, config = plan_of(models)
