@@ -219,7 +219,7 @@ def test_a_vllm_server_that_joins_chooses_its_transfer_as_those_of_the_recipe(mo
     connect_server(BackendContext(config, "tiny:qwen3", None, Spans()), C)
     assert [each.config.rollout.weight_transfer for each in contexts] == ["auto"]
     adapters = load_config(None, ["rollout.backend=vllm", "lora.rank=4", "rollout.publish=adapter"]).config
-    with pytest.raises(ConfigError, match="file: .* set rollout.weight_folder"):
+    with pytest.raises(ConfigError, match=r"file: .* set rollout\.weight_folder"):
         connect_server(BackendContext(adapters, "tiny:qwen3", None, Spans()), "http://10.1.2.3:8000")
 
 
