@@ -335,6 +335,9 @@ class Trainer:
         self._consistent = True
         collect_young_garbage()  # before new episodes begin: a collection would look through all of them
         self._rollouts.set_version(step)
+        if self._adapters is not None:
+            # Servers that have joined did not take the adapters alone, and the learner may not wait for rollouts.
+            self._restore_engine()
         return metrics
 
     def _send_new(self, step: int) -> tuple[Callable[[], str], dict[str, float]]:

@@ -30,6 +30,7 @@ from headwater.backends.router.roster import Roster
 from headwater.backends.router.updates import Results, send_in_turn, send_to_all
 from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import (
+    BaseMissing,
     HeadwaterError,
     LeftOut,
     MemoryRefused,
@@ -317,7 +318,8 @@ class RouterEngine:
     def _receivers(self, update: WeightUpdate) -> dict[str, Member]:
         """The servers that take an update, once there is one: all that can be reached, the least loaded first.
 
-        An update that is repeated is only for those that do not have it.
+        An update that is repeated is only for those that do not have it. Adapters alone are not for servers that have
+        joined since the last update of all weights: another run may have left other weights in their processes.
         """
         roster = self._roster
 
@@ -336,6 +338,10 @@ class RouterEngine:
             )
             if update.is_repeat:
                 found = {name: each for name, each in found.items() if each.stale} or found
+            if update.adapters_alone:
+                found = {name: each for name, each in found.items() if not each.is_new}
+                if not found:
+                    raise BaseMissing("all servers that can be reached are new, and adapters alone are not enough")
             self._begin_version(update.version)
             for member in found.values():
                 member.num_updates += 1

@@ -11,7 +11,7 @@ from backends.router.scripted import LIMIT_S, ScriptedEngine
 from backends.router.test_router_engine import FAST, all_of, interrupted, is_whole, request, routed, until, update
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine
-from headwater.core.errors import LeftOut, ServerKept, TransferLost, WeightsError
+from headwater.core.errors import BaseMissing, LeftOut, ServerKept, TransferLost, WeightsError
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -158,6 +158,30 @@ def test_a_server_that_cannot_take_the_weights_is_left_out_and_the_others_go_on(
         assert other.num_served == 0
         router.remove("other")
         assert not any(each.state != "serving" for each in router.status().servers)
+
+
+@pytest.mark.parametrize("order", ["together", "rolling"])
+def test_a_server_that_joins_is_sent_all_weights_before_adapters_alone(order):
+    """Its process may still have the weights of another run, which would take the adapters."""
+    old, new = ScriptedEngine(), ScriptedEngine()
+    with routed(old, options=replace(OF_A_RUN, update_order=order)) as router:
+        publish(router, 1)
+        router.add(RoutedServer("new", new))
+        publish(router, 2, adapters_alone=True)
+        assert (old.version, new.version) == (2, 0)
+        assert router.status().needs_weights
+        assert "it is new" in states(router)["new"]
+        publish(router, 2, is_repeat=True)
+        publish(router, 3, adapters_alone=True)
+        assert (old.version, new.version) == (3, 3)
+        newest = ScriptedEngine()
+        router.add(RoutedServer("newest", newest))
+        old.is_dead = new.is_dead = True
+        until(lambda: not any(each.is_alive for each in router.status().servers[:2]))
+        with pytest.raises(BaseMissing):
+            publish(router, 4, adapters_alone=True)
+        publish(router, 4)
+        assert newest.version == 4
 
 
 def test_a_server_that_is_lost_with_every_transfer_does_not_end_the_run():
