@@ -39,6 +39,9 @@ class ScriptedEngine:
         self.may_update = threading.Event()
         """An update waits for it after its first bucket."""
         self.may_update.set()
+        self.may_begin = threading.Event()
+        """An update waits for it before its first bucket."""
+        self.may_begin.set()
         self.is_updating = False
         self.has_failed = False
         self.pause_s = 0.0
@@ -154,6 +157,7 @@ class ScriptedEngine:
         def take() -> None:
             taken = []
             try:
+                self.may_begin.wait(LIMIT_S)
                 for bucket in update.buckets:
                     self.is_updating = True
                     self.may_update.wait(LIMIT_S)

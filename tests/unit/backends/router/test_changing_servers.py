@@ -198,6 +198,20 @@ def test_a_server_that_is_lost_with_every_transfer_does_not_end_the_run():
         assert states(router)["flaky"] == "serving"
 
 
+def test_a_new_server_that_hangs_in_its_first_update_is_soon_left_out():
+    options = replace(OF_A_RUN, update_start_limit_s=10 * LIMIT_S, update_new_start_limit_s=0.2)
+    old, new = ScriptedEngine(), ScriptedEngine()
+    with routed(old, options=options) as router:
+        publish(router, 1)
+        new.may_begin.clear()
+        router.add(RoutedServer("new", new))
+        with pytest.raises(LeftOut, match="did not take bucket 0 within"):
+            publish(router, 1, is_repeat=True)
+        publish(router, 2)
+        assert old.version == 2
+        new.may_begin.set()
+
+
 def test_weights_that_no_server_has_are_still_an_error():
     engines = [ScriptedEngine(), ScriptedEngine()]
     with routed(*engines, options=OF_A_RUN) as router:
