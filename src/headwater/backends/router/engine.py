@@ -265,7 +265,8 @@ class RouterEngine:
                     refused[member.name] = error  # its old weights are still in place
                 else:
                     member.stale = str(error) or type(error).__name__
-                    member.num_refusals += not isinstance(error, TransferLost)
+                    # A loss has other causes than the server, but one that was never seen to work gets few attempts.
+                    member.num_refusals += member.is_new or not isinstance(error, TransferLost)
                 roster.sync(member)
 
         try:
@@ -304,16 +305,20 @@ class RouterEngine:
         roster = self._roster
         with roster.lock:
             others = [each for name, each in roster.members.items() if name not in results]
-            if not update.is_repeat or not any(each.can_continue for each in others):
+            may_return = any(not (each.is_new or each.is_gone or each.is_unfit) for each in others)
+            is_left_out = update.is_repeat and (may_return or any(each.can_continue for each in others))
+            are_new = all((member := roster.members.get(name)) is None or member.is_new for name in failures)
+            if not is_left_out and not (may_return and are_new):
                 raise worst
             for name, error in failures.items():
                 if (member := roster.members.get(name)) is not None:
                     member.stale = str(error) or type(error).__name__
                     # Other errors were counted when it ended.
-                    member.num_refusals += isinstance(error, WeightsError) and not isinstance(error, WeightsIncomplete)
+                    member.num_refusals += isinstance(error, WeightsError) and not _changed_weights(error)
                     roster.sync(member)
-        names = ", ".join(failures)
-        raise LeftOut(f"{names}: did not take the weights of version {update.version}: {worst}") from worst
+        told = f"{', '.join(failures)}: did not take the weights of version {update.version}: {worst}"
+        # A version that no server has yet is sent again, also to the others if they are back.
+        raise (LeftOut if is_left_out else TransferLost)(told) from worst
 
     def _receivers(self, update: WeightUpdate) -> dict[str, Member]:
         """The servers that take an update, once there is one: all that can be reached, the least loaded first.

@@ -118,7 +118,8 @@ class Member:
         if self.updating:
             return f"taking {self.updating}"
         if self.stale:
-            return f"without the newest weights: {self.stale}"
+            remedy = f"; left out after {self.num_refusals} attempts, undrain it to try again" if self.is_unfit else ""
+            return f"without the newest weights: {self.stale}{remedy}"
         return "serving"
 
     def status(self, num_open: int) -> ServerStatus:

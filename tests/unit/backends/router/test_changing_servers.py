@@ -151,6 +151,7 @@ def test_a_server_that_cannot_take_the_weights_is_left_out_and_the_others_go_on(
             with pytest.raises(LeftOut, match="other: did not take the weights of version 2"):
                 publish(router, 2, is_repeat=True)
         assert not router.status().needs_weights, "it was asked often enough"
+        assert "left out after 3 attempts, undrain it" in states(router)["other"]
         publish(router, 3)
         assert [engine.version for engine in engines] == [3, 3]
         assert router.weights_checksum() == engines[0].weights
@@ -210,6 +211,40 @@ def test_a_new_server_that_hangs_in_its_first_update_is_soon_left_out():
         publish(router, 2)
         assert old.version == 2
         new.may_begin.set()
+
+
+@pytest.mark.parametrize("fails", [WeightsError("another model"), TransferLost("connection reset")])
+def test_a_new_server_that_cannot_take_the_weights_ends_no_run_while_the_others_are_lost(fails):
+    old, bad = ScriptedEngine(), ScriptedEngine()
+    with routed(old, options=OF_A_RUN) as router:
+        publish(router, 1)
+        bad.fails_update = fails
+        router.add(RoutedServer("bad", bad))
+        old.is_dead = True
+        until(lambda: not router.status().servers[0].is_alive)
+        with pytest.raises(LeftOut):
+            publish(router, 1, is_repeat=True)
+        for _ in range(2):
+            with pytest.raises(TransferLost):  # it is sent again
+                publish(router, 2)
+        assert "left out after 3 attempts" in states(router)["bad"]
+        threading.Timer(0.2, lambda: setattr(old, "is_dead", False)).start()
+        publish(router, 2)
+        assert old.version == 2
+
+
+def test_a_server_that_has_worked_may_be_lost_often():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines, options=OF_A_RUN) as router:
+        publish(router, 1)
+        engines[1].fails_update = TransferLost("connection reset")
+        publish(router, 2)
+        for _ in range(4):
+            with pytest.raises(LeftOut):
+                publish(router, 2, is_repeat=True)
+        engines[1].fails_update = None
+        publish(router, 2, is_repeat=True)
+        assert states(router) == {"s0": "serving", "s1": "serving"}
 
 
 def test_weights_that_no_server_has_are_still_an_error():
