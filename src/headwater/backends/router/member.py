@@ -52,6 +52,8 @@ class Member:
         self.is_draining = self.is_leaving = False
         self.is_new = False
         """It has joined others and has not taken weights yet, so it may turn out to be one that cannot."""
+        self.has_joined = False
+        """It has joined others. What its counters say first was caused by someone else, and is not counted."""
         self.updating = ""
         """Which weights it takes now, while other servers generate; empty if none."""
         self.is_restoring = False
@@ -146,11 +148,6 @@ class Member:
         """Its counters alone."""
         return dict(self._counted)
 
-    def count_from_now(self) -> None:
-        """Forget what it has counted before it joined: others have caused it."""
-        with self._counting:
-            self._counted = dict.fromkeys(self._counted, 0)
-
     def start(self, action: Callable[[], T], what: str) -> Future[T]:
         """Run a call that may block in a separate thread, so that a server that hangs holds up no other."""
         return start_in_thread(action, f"headwater-router-{what}-{self.name}")
@@ -221,7 +218,8 @@ class Member:
             is_same = report.num_restarts == self._counted_restarts
             counted = dict(self._counted)
             for name in COUNTERS & report.metrics.keys():
-                last, now = self._last_counts.get(name, 0), report.metrics[name]
+                now = report.metrics[name]
+                last = self._last_counts.get(name, now if self.has_joined else 0)
                 # Two threads ask for reports, so that a smaller count of the same process is an older one.
                 counted[name] = counted.get(name, 0) + (now - last if now >= last else 0 if is_same else now)
                 self._last_counts[name] = max(last, now) if is_same else now

@@ -79,7 +79,8 @@ class Roster:
                 raise ValueError(f"server {server.name!r} is in the router already; use another name")
             check_alike(member, self.all())
             # From now on it is told what all servers are told, but it gets no requests before it knows the rest.
-            member.is_new, member.is_restoring = joins, True
+            member.is_new = member.has_joined = joins
+            member.is_restoring = True
             self.members[member.name] = member
             self._describe()
             capacity = min(member.limits.max_queue, self.options.max_open_per_server)
@@ -92,8 +93,6 @@ class Roster:
             self._forget(member)
             raise
         with self.lock:
-            if joins:
-                member.count_from_now()
             is_behind = member.version != self.published or member.report.needs_weights
             if self.published is not None and is_behind and num_updates == member.num_updates:
                 member.stale = member.stale or "it is new"

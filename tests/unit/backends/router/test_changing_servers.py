@@ -279,7 +279,8 @@ def test_a_server_that_fails_while_it_joins_is_not_kept():
         router.add(RoutedServer("new", ScriptedEngine()))
 
 
-def test_counters_neither_jump_nor_fall_when_servers_join_and_leave():
+@pytest.mark.parametrize("measures", [True, False], ids=["at once", "later"])
+def test_counters_neither_jump_nor_fall_when_servers_join_and_leave(measures):
     def served() -> float:
         return router.status().metrics["num_finished"]
 
@@ -288,7 +289,10 @@ def test_counters_neither_jump_nor_fall_when_servers_join_and_leave():
         until(lambda: served() == 5)
         new = ScriptedEngine()
         new.num_served = 1000  # for others, before it joined
+        new.measures = measures  # servers of vLLM and SGLang do not before the first health check
         router.add(RoutedServer("new", new))
+        new.measures = True
+        until(lambda: "num_finished" in router._roster.member("new").metrics)
         assert served() == 5
         asyncio.run(all_of(router, [request(key, 2) for key in range(10, 20)]))
         until(lambda: served() == 15)
