@@ -85,14 +85,19 @@ class RouterEngine:
     def remove(self, name: str, *, move: bool = True, limit_s: float = ENGINE_CALL_LIMIT_S) -> None:
         """Drain a server, then close its engine. Without ``move``, wait until its requests have ended."""
         member = self._roster.vacate(name, move=move, limit_s=limit_s)
+
+        def forget() -> Future[None]:
+            self._roster.remove(member)
+            return member.start(member.engine.close, "close")  # also if the caller has stopped waiting
+
         # Between two weight updates: servers that take one together would lose time with one that leaves.
         try:
-            removed = self._sender.submit(self._roster.remove, member)
+            removed = self._sender.submit(forget)
         except RuntimeError as error:
             raise RolloutFailed("the engine is closed") from error
         what = f"server {name} is removed when the present weight update has ended"
-        wait_for_future(removed, lambda: what, kind="router", hard_limit_s=limit_s)
-        member.engine.close()
+        closed = wait_for_future(removed, lambda: what, kind="router", hard_limit_s=limit_s)
+        wait_for_future(closed, lambda: f"the engine of server {name} closes", kind="router", hard_limit_s=limit_s)
 
     @property
     def names(self) -> tuple[str, ...]:

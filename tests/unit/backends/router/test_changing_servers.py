@@ -11,7 +11,7 @@ from backends.router.scripted import LIMIT_S, ScriptedEngine
 from backends.router.test_router_engine import FAST, all_of, interrupted, is_whole, request, routed, until, update
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine
-from headwater.core.errors import BaseMissing, LeftOut, ServerKept, TransferLost, WeightsError
+from headwater.core.errors import BaseMissing, LeftOut, ServerKept, TransferLost, WaitTimeout, WeightsError
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -112,6 +112,20 @@ def test_a_server_leaves_between_two_updates_and_not_in_one():
         removing.join(LIMIT_S)
         assert engines[0].is_closed
         assert engines[0].version == 1
+        assert router.names == ("s1",)
+
+
+def test_a_server_is_closed_although_no_one_waits_for_its_removal_any_more():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines, options=OF_A_RUN) as router:
+        engines[1].may_update.clear()
+        sent = router.update_weights(update(1, 1.0))
+        until(lambda: engines[1].is_updating)
+        with pytest.raises(WaitTimeout):
+            router.remove("s0", limit_s=0.2)
+        engines[1].may_update.set()
+        sent.result(LIMIT_S)
+        until(lambda: engines[0].is_closed)
         assert router.names == ("s1",)
 
 
