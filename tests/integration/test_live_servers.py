@@ -88,8 +88,7 @@ def train_to(process: forked.Forked, run: Path, step: int) -> None:
 def change(run: Path, *arguments: object) -> list[dict[str, Any]]:
     told = headwater("servers", run, *arguments, "--json")
     assert told.code == 0, told.stderr
-    # A command that waits says so before.
-    return json.loads(told.stdout[told.stdout.index("{") :])["servers"]
+    return json.loads(told.stdout)["servers"]
 
 
 def state_of(run: Path, name: str) -> str:
