@@ -382,7 +382,7 @@ class Trainer:
         now = self._parts.engine.status()
         if now.needs_weights:
             if self._state.warm_started and not self._consistent:
-                if not all(each.needs_weights for each in now.servers):
+                if now.metrics.get("router_num_open_servers"):
                     return  # others serve, and it gets the weights that are sent next
                 raise RolloutFailed(
                     f"the engine was replaced while it generated with version {self._state.step}, whose weights the "
