@@ -127,6 +127,19 @@ def test_two_calls_that_add_one_server_at_the_same_time_connect_to_it_once(run, 
             add()
 
 
+def test_one_server_with_two_addresses_is_refused(run, router):
+    def same(url: str) -> RoutedServer:
+        engine = ScriptedEngine()
+        engine.instance = "one process"
+        return RoutedServer(url, engine)
+
+    with RunCalls(run, router, same):
+        call(run.servers_socket, "/servers", {"url": C}, limit_s=60)
+        with pytest.raises(CallRefused, match=f"http://localhost:3: is in the router already, as {C}"):
+            call(run.servers_socket, "/servers", {"url": "http://localhost:3"}, limit_s=60)
+    assert router.names == (A, B, C)
+
+
 def test_a_file_system_that_fails_at_the_end_does_not_fail_the_run(run, router, monkeypatch, caplog):
     def fails(*_, **__):
         raise OSError("stale file handle")

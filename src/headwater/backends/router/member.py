@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from headwater.core.capabilities import Capabilities, EngineStatus, ServerStatus
 from headwater.core.errors import ConfigError, HeadwaterError
@@ -36,6 +36,16 @@ class RoutedServer:
     """Shown in the status. Defaults to ``name`` if that is an address."""
     connect: Callable[[], InferenceEngine] | None = None
     """Connects to it anew. Without it, a server whose engine has given up is lost for good."""
+
+
+@runtime_checkable
+class TellsInstance(Protocol):
+    """An engine that tells which process it uses, so that one server with two addresses is noticed."""
+
+    @property
+    def instance(self) -> str:
+        """Different for every process; empty if that is not known. Makes no call."""
+        ...
 
 
 class Member:
@@ -79,6 +89,11 @@ class Member:
         self._asked_at = self._lost_at = 0.0
         self._asked_updates = 0
         self._pending: Future[EngineStatus] | None = None
+
+    @property
+    def instance(self) -> str:
+        """Of the process that serves; empty if it does not tell."""
+        return self.engine.instance if isinstance(self.engine, TellsInstance) else ""
 
     @property
     def is_open(self) -> bool:

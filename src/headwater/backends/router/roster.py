@@ -16,7 +16,7 @@ from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
 from headwater.backends.router.work import Work
 from headwater.core.capabilities import Capabilities
-from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, ServerKept, WaitTimeout
+from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, ServerExists, ServerKept, WaitTimeout
 from headwater.core.protocols import InferenceEngine
 from headwater.core.requests import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
@@ -77,6 +77,9 @@ class Roster:
             self.check_open()
             if server.name in self.members:
                 raise ValueError(f"server {server.name!r} is in the router already; use another name")
+            same = [each.name for each in self.all() if joins and each.instance and each.instance == member.instance]
+            if same:
+                raise ServerExists(f"{server.name}: is in the router already, as {same[0]}")
             check_alike(member, self.all())
             # From now on it is told what all servers are told, but it gets no requests before it knows the rest.
             member.is_new = member.has_joined = joins

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine
-from headwater.core.errors import HeadwaterError, ServerKept, WaitTimeout
+from headwater.core.errors import HeadwaterError, ServerExists, ServerKept, WaitTimeout
 from headwater.observe.server_changes import Change
 from headwater.serving.control import in_own_thread
 from headwater.serving.errors import ApiError
@@ -112,6 +112,8 @@ async def _told(action: Callable[[], None]) -> None:
         raise ApiError(f"name: {error.args[0]}", status=404, code="unknown_server", param="name") from error
     except ServerKept as error:
         raise ApiError(str(error), status=409, code="server_kept", param="name") from error
+    except ServerExists as error:
+        raise ApiError(str(error), status=409, code="server_exists", param="url") from error
     except (ApiError, WaitTimeout):
         raise
     except HeadwaterError as error:

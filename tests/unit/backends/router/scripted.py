@@ -30,6 +30,7 @@ class ScriptedEngine:
         self.capabilities = Capabilities(resumable=resumable, streaming=False, dtype="float32")
         self.limits = EngineLimits(vocab_size=1000, max_model_tokens=4096, max_request_tokens=4096, max_queue=max_queue)
         self.version = version
+        self.instance = ""
         self.weights = "initial"
         self.is_dead = self.is_hanging = self.needs_weights = self.is_paused = self.is_closed = False
         self.asleep: set[str] = set()
