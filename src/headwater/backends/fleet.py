@@ -89,12 +89,19 @@ def connect_server(context: BackendContext, url: str) -> RoutedServer:
     return RoutedServer(url, connect(), connect=connect)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The key is for the server with this address only."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def _reach(url: str) -> None:
     """Fail soon if nothing is there. A server of the recipe is waited for, because it may still be starting."""
     key = os.environ.get(SERVER_KEY, "")
     asked = urllib.request.Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=_REACH_S).close()
+        urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect).open(asked, timeout=_REACH_S).close()
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise RolloutFailed(

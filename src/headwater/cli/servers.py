@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,8 +91,11 @@ def _change(run: RunDirectory, change: str, name: str, *, moves: bool) -> dict[s
     if change == "undrain":
         return _call(run, "/servers/undrain", {"name": name}, _LIST_LIMIT_S)
     if change == "remove" and not moves:
-        print(f"Waiting until the requests of {name} have ended (with --move, other servers continue them)", flush=True)
-    return _call(run, f"/servers/{change}", {"name": name, "move": moves}, ENGINE_CALL_LIMIT_S)
+        told = f"Waiting until the requests of {name} have ended (with --move, other servers continue them)"
+        print(told, file=sys.stderr, flush=True)
+    # The run has this limit itself, for each of the steps of a removal. Its message says more.
+    limit_s = 3 * ENGINE_CALL_LIMIT_S + _LIST_LIMIT_S
+    return _call(run, f"/servers/{change}", {"name": name, "move": moves}, limit_s)
 
 
 def _call(run: RunDirectory, path: str, body: Mapping[str, Any] | None, limit_s: float) -> dict[str, Any]:
@@ -108,7 +112,8 @@ def _call(run: RunDirectory, path: str, body: Mapping[str, Any] | None, limit_s:
     except PermissionError:
         raise RunError(f"{run.path}: only the user who started the run can list or change its servers") from None
     except TimeoutError:
-        raise RunError(f"{run.path}: the process of the run has not answered for {limit_s:g} s") from None
+        told = "" if body is None else "; the change goes on, and `headwater servers` shows when it is made"
+        raise RunError(f"{run.path}: the process of the run has not answered for {limit_s:g} s{told}") from None
     except (ConnectionError, HTTPException, ValueError):
         raise RunError(f"{run.path}: the run has ended before it answered") from None
 

@@ -122,6 +122,10 @@ class ServerKept(RolloutFailed):
     """A server cannot be drained, removed or used again now. Everything stays as it was."""
 
 
+class ServerExists(RolloutFailed):
+    """A server that is to be added is in the router already."""
+
+
 class MemoryRefused(RolloutFailed):
     """The device has too little free memory to wake the engine. It stays asleep and may be woken later."""
 

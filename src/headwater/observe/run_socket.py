@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 103
 """The longest address of a socket that all systems accept. Linux has 107, macOS has 103."""
@@ -52,7 +55,10 @@ def listening(path: Path) -> Iterator[socket.socket]:
         yield taken
     finally:
         taken.close()
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # the next process that writes the run replaces it
+            logger.warning("%s cannot be removed: %s", path, error)
 
 
 def call(path: Path, call_path: str, body: Mapping[str, Any] | None = None, *, limit_s: float) -> dict[str, Any]:

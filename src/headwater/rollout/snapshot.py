@@ -13,7 +13,7 @@ from headwater.core.records import Trajectory
 from headwater.data.json_safe import from_json_safe, to_json_safe
 from headwater.observe.media_store import media_to_json, placed_from_json
 from headwater.rollout.flight import Dispatch, requests_from_json, requests_to_json
-from headwater.rollout.group import Group, PromptDraw
+from headwater.rollout.group import Group, PromptDraw, UnreadableRow
 from headwater.rollout.ledger import LedgerCounts
 from headwater.rollout.staleness import Finished, RolloutCounts
 
@@ -32,7 +32,7 @@ class RolloutSnapshot:
     in_flight: tuple[Dispatch, ...] = ()
     """Running or waiting to start; these start again."""
     finished: tuple[Finished, ...] = ()
-    """Complete groups; these are kept."""
+    """Complete groups; these are kept. One whose row can no longer be read is ``in_flight`` after ``from_json``."""
 
     def contents(self) -> list[MediaContent]:
         """The images and videos of the complete groups. ``to_json`` has only their digests, so store them beside it."""
@@ -66,12 +66,17 @@ class RolloutSnapshot:
         read = json.loads(text)
         if use_cursor is not None:
             use_cursor(read["cursor"])
-        return cls(
-            cursor=read["cursor"],
-            ledger=read["ledger"],
-            in_flight=tuple(_dispatch_from_json(each, again) for each in read["in_flight"]),
-            finished=tuple(_finished_from_json(each, again, content_of) for each in read["finished"]),
-        )
+        in_flight = [_dispatch_from_json(each, again) for each in read["in_flight"]]
+        finished = []
+        for each in read["finished"]:
+            dispatch = _dispatch_from_json(each["dispatch"], again)
+            if isinstance(dispatch.draw.row, UnreadableRow):
+                # A group cannot do without its prompt. It starts again, so that its row is dropped as any unreadable
+                # one, with its reason in the ledger.
+                in_flight.append(dispatch)
+            else:
+                finished.append(_finished_from_json(each, dispatch, content_of))
+        return cls(read["cursor"], read["ledger"], tuple(in_flight), tuple(finished))
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,7 @@ def _trajectory_from_json(read: Mapping[str, Any], content_of: ReadContent | Non
     return Trajectory(**values, media=media)
 
 
-def _finished_from_json(read: Mapping[str, Any], again: DrawAgain, content_of: ReadContent | None) -> Finished:
-    dispatch = _dispatch_from_json(read["dispatch"], again)
+def _finished_from_json(read: Mapping[str, Any], dispatch: Dispatch, content_of: ReadContent | None) -> Finished:
     trajectories = tuple(_trajectory_from_json(each, content_of) for each in read["trajectories"])
     requests = requests_from_json(read["requests"])
     group = Group(dispatch.draw.prompt, trajectories, read["baseline"], read["num_lost"])

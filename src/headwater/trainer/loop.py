@@ -335,6 +335,9 @@ class Trainer:
         self._consistent = True
         collect_young_garbage()  # before new episodes begin: a collection would look through all of them
         self._rollouts.set_version(step)
+        if self._adapters is not None:
+            # Servers that have joined did not take the adapters alone, and the learner may not wait for rollouts.
+            self._restore_engine()
         return metrics
 
     def _send_new(self, step: int) -> tuple[Callable[[], str], dict[str, float]]:
@@ -354,8 +357,10 @@ class Trainer:
     def _send(self, version: int, *, longest_response_s: float = 0.0, is_repeat: bool = False) -> Published:
         """Publish the present weights as a version, and verify them."""
         engine = self._parts.engine
-        # Servers may join and leave while the run goes on.
-        num_turns = len(engine.status().servers) if self._config.rollout.update_order == "rolling" else 1
+        # Servers may join and leave while the run goes on. Each new one takes its first weights after the others.
+        servers = engine.status().servers
+        is_rolling = self._config.rollout.update_order == "rolling"
+        num_turns = len(servers) if is_rolling else 1 + sum(each.needs_weights for each in servers)
         return publish(
             self._learner,
             engine,
@@ -377,7 +382,7 @@ class Trainer:
         now = self._parts.engine.status()
         if now.needs_weights:
             if self._state.warm_started and not self._consistent:
-                if not all(each.needs_weights for each in now.servers):
+                if now.metrics.get("router_num_open_servers"):
                     return  # others serve, and it gets the weights that are sent next
                 raise RolloutFailed(
                     f"the engine was replaced while it generated with version {self._state.step}, whose weights the "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from headwater.config.schema import Config
 from headwater.core.capabilities import Capabilities
@@ -10,20 +11,62 @@ from headwater.core.errors import ConfigError
 from headwater.core.protocols import EngineLimits, InferenceEngine
 from headwater.core.records import Prompt
 from headwater.core.registry import is_path
-from headwater.data.load import PromptDataset, readable_prompts
+from headwater.data.load import MeasuredDataset, PromptDataset, readable_prompts
 
 _NUM_FIRST_ROWS = 100
 """How many rows are searched before a run: for images and videos if the engine cannot take them, and for a row that can
 be read."""
 
 
-def check_media(config: Config, can: Capabilities, dataset: PromptDataset, key: str) -> None:
-    """Refuse rows with images or videos that nothing would show to the model. A workflow of the user may use them."""
-    if (can.media and can.videos) or is_path(config.rollout.workflow):
-        return
+@dataclass(frozen=True)
+class Needs:
+    """What the prompts of a dataset need of an engine.
+
+    It is kept for servers that join a run later: while the run draws prompts, no other thread may read its dataset.
+    """
+
+    key: str
+    """``data.train`` or ``data.eval``."""
+    longest_prompt: int
+    """In tokens."""
+    media: tuple[Prompt, ...]
+    """The first row with an image and the first one with a video, if there are any."""
+
+    @classmethod
+    def of(cls, config: Config, can: Capabilities, dataset: PromptDataset, key: str) -> Needs:
+        """``can`` is what an engine can do that was checked already: without media, the rows have none."""
+        media: dict[str, Prompt] = {}
+        if can.media and not is_path(config.rollout.workflow):
+            for prompt in first_prompts(config, dataset, key):
+                for item in prompt.media:
+                    media.setdefault(item.content.kind, prompt)
+        return cls(key, _longest_prompt(config, dataset), tuple(media.values()))
+
+    def check(self, config: Config, engine: InferenceEngine) -> None:
+        """Refuse an engine that could not answer the prompts."""
+        _check(config, engine, self.media, self.longest_prompt, self.key)
+
+
+def check_answers(config: Config, engine: InferenceEngine, dataset: PromptDataset, key: str) -> None:
+    """Refuse prompts that an engine could not answer."""
     # Not only the first row: datasets may be mixed.
-    for prompt in first_prompts(config, dataset, key):
-        _check_media_of(config, can, prompt, key)
+    _check(config, engine, first_prompts(config, dataset, key), _longest_prompt(config, dataset), key)
+
+
+def _check(config: Config, engine: InferenceEngine, prompts: Iterable[Prompt], longest_prompt: int, key: str) -> None:
+    can = engine.capabilities
+    # A workflow of the user may use images and videos that nothing shows to the model.
+    if not (can.media and can.videos) and not is_path(config.rollout.workflow):
+        for prompt in prompts:
+            _check_media_of(config, can, prompt, key)
+    key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
+    if key == "data.eval" and config.eval.max_new_tokens:
+        key_of_limit, num_new = "eval.max_new_tokens", config.eval.max_new_tokens
+    check_requests_fit(num_new, engine.limits, longest_prompt, key, key_of_limit)
+
+
+def _longest_prompt(config: Config, dataset: PromptDataset) -> int:
+    return dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
 
 
 def first_prompts(config: Config, dataset: PromptDataset, key: str) -> Iterator[Prompt]:

@@ -40,7 +40,7 @@ from headwater.rollout.replay import RecordedSchedule, ReplayedRollouts
 from headwater.rollout.source import RolloutSource
 from headwater.rollout.staleness import Admission
 from headwater.tools.toolbox import MakesTools, Toolbox
-from headwater.trainer.request_checks import check_media, check_requests_fit, check_stop_tokens, first_prompts
+from headwater.trainer.request_checks import Needs, check_answers, check_stop_tokens, first_prompts
 from headwater.workflows import EpisodeRunner, WorkflowContext, bind_workflow
 
 _CACHE: tuple[MemoryTag, ...] = ("kv_cache",)
@@ -92,23 +92,13 @@ class RolloutParts:
         Otherwise a run would find out at its first rollout.
         """
         self.check_prompt(next(first_prompts(config, dataset, key)))
-        _check_answers(config, self.engine, dataset, key)
+        check_answers(config, self.engine, dataset, key)
 
     def close(self) -> None:
         with ExitStack() as stack:
             stack.callback(self.engine.close)
             stack.callback(self.close_reward)
             stack.callback(self.tasks.close)
-
-
-def _check_answers(config: Config, engine: InferenceEngine, dataset: PromptDataset, key: str) -> None:
-    """Refuse prompts that an engine could not answer."""
-    check_media(config, engine.capabilities, dataset, key)
-    longest = dataset.longest_prompt if isinstance(dataset, MeasuredDataset) else config.data.max_prompt_tokens
-    key_of_limit, num_new = "rollout.max_new_tokens", config.rollout.max_new_tokens
-    if key == "data.eval" and config.eval.max_new_tokens:
-        key_of_limit, num_new = "eval.max_new_tokens", config.eval.max_new_tokens
-    check_requests_fit(num_new, engine.limits, longest, key, key_of_limit)
 
 
 def make_engine(context: BackendContext, *, replays: bool = False) -> InferenceEngine:
@@ -307,6 +297,9 @@ def _open_calls(
     from headwater.backends.router.engine import RoutedServer, RouterEngine
     from headwater.backends.router.run_calls import RunCalls
 
+    can = engine.capabilities
+    needs = [Needs.of(config, can, dataset, key) for key, dataset in datasets.items()]
+
     def connect(url: str) -> RoutedServer:
         """With the checks that the servers of the recipe had when the run was started."""
         server = connect_server(context, url)
@@ -315,8 +308,8 @@ def _open_calls(
             if problems := missing_capabilities(told, joining.capabilities):
                 raise ConfigError(problems)
             check_stop_tokens(config, joining)
-            for key, dataset in datasets.items():
-                _check_answers(config, joining, dataset, key)
+            for each in needs:
+                each.check(config, joining)
         except BaseException:
             joining.close()
             raise

@@ -80,9 +80,7 @@ class AdaptersAlone:
         """The sums of the frozen weights that the engine has, in its number type and in the learner's."""
 
     def update(self, learner: AdapterSource, version: int, checksums: StreamChecksums, is_repeat: bool) -> WeightUpdate:
-        if is_repeat:  # for servers that have lost their weights
-            self._base = None
-        alone = self._base is not None
+        alone = self._base is not None and not is_repeat  # repeated for servers that have lost their weights
 
         def export() -> Iterator[Bucket]:
             return checksums.watch(learner.export_unmerged(alone))

@@ -7,7 +7,10 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from backends.router.test_router_engine import FAST
 from ports import free_port
 
 from headwater.backends import BackendContext, fleet
-from headwater.backends.fleet import connect_server
+from headwater.backends.fleet import _reach, connect_server
 from headwater.backends.router.engine import RoutedServer, RouterEngine, RouterOptions
 from headwater.backends.router.run_calls import RunCalls
 from headwater.backends.vllm.engine import VllmEngine
@@ -26,7 +29,7 @@ from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, RolloutFailed
 from headwater.observe.run_directory import RunDirectory
 from headwater.observe.run_lock import RunLock
-from headwater.observe.run_socket import NothingListens, call
+from headwater.observe.run_socket import CallRefused, NothingListens, call
 from headwater.observe.server_changes import Difference, ServerChange, read_changes
 from headwater.observe.spans import Spans
 
@@ -82,6 +85,12 @@ def test_servers_of_a_run_are_listed_and_changed(run, router, capsys):
         code, out, _ = servers(capsys, run.path, "add", C)
         assert code == 0
         assert f"{C} added. A resumed run starts with the servers of its recipe again." in out
+        code, out, _ = servers(capsys, run.path, "drain", C, "--json")
+        json.loads(out)
+        code, out, err = servers(capsys, run.path, "remove", C, "--json")
+        json.loads(out)
+        assert f"Waiting until the requests of {C} have ended" in err
+        assert servers(capsys, run.path, "add", C)[0] == 0
         code, out, _ = servers(capsys, run.path, "remove", A, "--move")
         assert code == 0
         assert f"Changed while the run runs: {C} added and {A} removed." in out
@@ -90,8 +99,60 @@ def test_servers_of_a_run_are_listed_and_changed(run, router, capsys):
         assert [each["name"] for each in json.loads(out)["servers"]] == [B, C]
     kinds = [(each.kind, each.servers) for each in read_changes(run.servers_file)]
     assert kinds == [
-        ("start", (A, B)), ("drain", (A,)), ("undrain", (A,)), ("add", (C,)), ("remove", (A,)),
+        ("start", (A, B)), ("drain", (A,)), ("undrain", (A,)), ("add", (C,)),
+        ("drain", (C,)), ("remove", (C,)), ("add", (C,)), ("remove", (A,)),
     ]  # fmt: skip
+
+
+def test_two_calls_that_add_one_server_at_the_same_time_connect_to_it_once(run, router):
+    may_connect, connecting = threading.Event(), threading.Event()
+
+    def slow(url: str) -> RoutedServer:
+        connecting.set()
+        may_connect.wait(60)
+        return connect(url)
+
+    def add() -> dict:
+        return call(run.servers_socket, "/servers", {"url": C}, limit_s=60)
+
+    with RunCalls(run, router, slow), ThreadPoolExecutor() as threads:
+        first = threads.submit(add)
+        assert connecting.wait(60)
+        try:
+            with pytest.raises(CallRefused, match="is in the router already"):
+                add()
+        finally:
+            may_connect.set()
+        assert len(first.result(60)["servers"]) == 3
+        with pytest.raises(CallRefused, match="is in the router already"):
+            add()
+
+
+def test_one_server_with_two_addresses_is_refused(run, router):
+    def same(url: str) -> RoutedServer:
+        engine = ScriptedEngine()
+        engine.instance = "one process"
+        return RoutedServer(url, engine)
+
+    with RunCalls(run, router, same):
+        call(run.servers_socket, "/servers", {"url": C}, limit_s=60)
+        with pytest.raises(CallRefused, match=f"http://localhost:3: is in the router already, as {C}"):
+            call(run.servers_socket, "/servers", {"url": "http://localhost:3"}, limit_s=60)
+    assert router.names == (A, B, C)
+
+
+def test_a_file_system_that_fails_at_the_end_does_not_fail_the_run(run, router, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise OSError("stale file handle")
+
+    with RunCalls(run, router, connect):
+        monkeypatch.setattr(Path, "unlink", fails)
+    assert "stale file handle" in caplog.text
+    calls = RunCalls(run, router, connect)
+    with calls:  # no socket can be made, because the old one cannot be removed
+        pass
+    assert "no socket can be made" in caplog.text
+    assert calls._loop.is_closed()
 
 
 def test_what_cannot_be_done_is_refused_with_a_reason(run, router, capsys):
@@ -230,3 +291,21 @@ def test_changes_of_an_earlier_part_of_the_run_do_not_count(run):
         file.write('{"kind": "add", "ti')  # a process was killed while writing
     run.append_server_change(ServerChange.now("add", 4, [C]).to_json())
     assert str(Difference.of(read_changes(run.servers_file))) == f"{C} added and {A} removed"
+
+
+def test_the_key_of_the_servers_does_not_follow_a_redirect(monkeypatch):
+    asked: list[tuple[str, str | None]] = []
+
+    class Redirects(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
+            self.end_headers()
+
+    monkeypatch.setenv("HEADWATER_SERVER_KEY", "secret")
+    with HTTPServer(("127.0.0.1", 0), Redirects) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        _reach(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert asked == [("/v1/models", "Bearer secret")]

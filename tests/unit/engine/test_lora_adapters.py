@@ -16,7 +16,7 @@ from headwater.engine.runners import plain
 from headwater.learner.export import merged_weights, unmerged_parameters
 from headwater.learner.lora import add_adapters
 from headwater.models.load import load_model
-from headwater.weights.publish import AdaptersAlone, publish
+from headwater.weights.publish import AdaptersAlone, StreamChecksums, publish
 
 
 def test_log_probs_are_those_of_merged_weights_and_few_bytes_are_sent(monkeypatch):
@@ -42,6 +42,9 @@ def test_adapters_alone_need_the_weights_they_belong_to():
             sizes = [publish(policy, each, 2, adapters=adapters).num_bytes for each in (fresh, replacement)]
             assert sizes[1] > 10 * sizes[0]
             assert replacement.weights_checksum() == fresh.weights_checksum()
+            # A repeat has all weights, for those that have lost them. The next version has the adapters alone again.
+            kinds = [adapters.update(policy, 3, StreamChecksums(torch.float32), again) for again in (True, False)]
+            assert [each.adapters_alone for each in kinds] == [False, True]
         finally:
             replacement.close()
         publish(policy, without, 1)

@@ -13,6 +13,7 @@ import pytest
 from patience import long_enough
 from rollout.executor_parts import Rows, Scripted, executor_of, ok, uids
 from rollout.held_engine import HeldEngine
+from rollout.stale_parts import finished
 
 import headwater.rollout.flight as flight_module
 from headwater.config.schema import RewardConfig
@@ -274,6 +275,19 @@ def test_a_row_that_could_not_be_read_is_drawn_again_after_a_restart():
             executor.restore(read, 0)
             assert uids(executor.prepare_batch(rows)) == [uid]
             executor.check_ledger()
+
+
+def test_a_finished_group_whose_row_was_deleted_is_dropped_after_a_restart():
+    rows, kept = WithHoles({5}), replace(finished(5, (0, 0), (0,)), dispatch=Dispatch(0, Rows().again(5, 0)))
+    others = replace(finished(4, (0, 0), (0,)), dispatch=Dispatch(1, Rows().again(4, 0)))
+    snapshot = RolloutSnapshot({}, {"next_id": 2, "trained": 0, "drops": {}}, finished=(kept, others))
+    read = RolloutSnapshot.from_json(snapshot.to_json(), rows.again)
+    with executor_of(Scripted(ok), on_failure="drop", in_waves=False, batch_size=2) as executor:
+        executor.restore(read, 0)
+        batch = executor.prepare_batch(rows)
+        assert sorted(uids(batch)) == ["row0", "row4"]
+        assert [(each.uid, each.kind) for each in batch.dropped] == [("row5", DropKind.UNREADABLE_ROW)]
+        assert executor.check_ledger() == LedgerCounts(3, 0, 1, buffered=2, in_flight=0)
 
 
 def test_an_engine_that_cannot_be_held_reaches_the_learner():

@@ -11,6 +11,7 @@ import pytest
 from trainer.experience_parts import RECIPE
 
 from headwater.config.load import load_config
+from headwater.core.capabilities import ServerStatus
 from headwater.core.errors import DeviceMemoryFull, RankFailed, RolloutFailed, WeightsError
 from headwater.learner.build import LearnerSpec
 from headwater.learner.learner import LocalLearner
@@ -204,7 +205,8 @@ def fit(run: RunDirectory, *overrides: str, callbacks=(), change=lambda rollout:
         rollout.close()
 
 
-def test_new_weights_are_never_published_as_the_old_version(tmp_path, monkeypatch):
+@pytest.mark.parametrize("servers", [(), (ServerStatus("new", needs_weights=True), ServerStatus("b", is_alive=False))])
+def test_new_weights_are_never_published_as_the_old_version(tmp_path, monkeypatch, servers):
     run, sent = RunDirectory.create(tmp_path, "run"), []
     publish = loop.publish
 
@@ -214,7 +216,7 @@ def test_new_weights_are_never_published_as_the_old_version(tmp_path, monkeypatc
 
     def replaced_after_the_update(rollout):
         def finish_all():
-            status = replace(rollout.engine.status(), needs_weights=True)
+            status = replace(rollout.engine.status(), needs_weights=True, servers=servers)
             monkeypatch.setattr(rollout.engine, "status", lambda: status)
             rollout.tasks.while_waiting()
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headwater.config.load import load_config
+from headwater.core.capabilities import Capabilities
 from headwater.core.errors import ConfigError, DataError
 from headwater.core.media import MediaBlock, MediaContent, PlacedMedia
 from headwater.rollout.source import PromptStream
 from headwater.rollout.staleness import Admission
+from headwater.trainer.request_checks import Needs
 from headwater.trainer.rollout_setup import build_rollout, describe, make_admission, num_left_out
 
 ROOT = Path(__file__).parents[3]
@@ -146,3 +149,26 @@ def test_a_row_with_an_image_among_rows_of_text_is_refused(rollout):
     parts.check_prompts(config, Rows(texts), "data.train")
     with pytest.raises(ConfigError, match=r"data\.train: row pictured has images or videos"):
         parts.check_prompts(config, Rows(mixed), "data.train")
+
+
+def test_a_server_that_joins_is_checked_without_reading_the_data_again(rollout):
+    parts = rollout()
+    image, film = (PlacedMedia(MediaContent.of(kind, [b"picture"]), (MediaBlock(1, 2),)) for kind in ("image", "video"))
+    text = parts.eval_data[0]
+    rows = Rows([text, replace(text, uid="pictured", media=(image,)), replace(text, uid="filmed", media=(film,))])
+    config = load_config("quickstart", SMALL).config
+
+    def joining(*, media=False, videos=False):
+        return SimpleNamespace(capabilities=Capabilities(media=media, videos=videos), limits=parts.engine.limits)
+
+    whole = Capabilities(media=True, videos=True)
+    needs, of_texts = (Needs.of(config, whole, each, "data.train") for each in (rows, Rows([text])))
+    rows.clear()
+    needs.check(config, joining(media=True, videos=True))
+    for can, uid in ({"media": True}, "filmed"), ({}, "pictured"):
+        with pytest.raises(ConfigError, match=f"row {uid}"):
+            needs.check(config, joining(**can))
+    of_texts.check(config, joining())
+    short = replace(parts.engine.limits, max_request_tokens=8)
+    with pytest.raises(ConfigError, match=r"the longest prompt of data\.train"):
+        of_texts.check(config, SimpleNamespace(capabilities=whole, limits=short))

@@ -165,6 +165,11 @@ class NativeEngine:
         """The address of the process that serves now, or served last."""
         return self._server.url
 
+    @property
+    def instance(self) -> str:
+        """Of the process that serves now, or served last."""
+        return str(self._server.info.get("instance", ""))
+
     @cached_property
     def _transport(self) -> Transport:
         place = self._place

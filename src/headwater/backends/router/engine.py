@@ -30,6 +30,7 @@ from headwater.backends.router.roster import Roster
 from headwater.backends.router.updates import Results, send_in_turn, send_to_all
 from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
 from headwater.core.errors import (
+    BaseMissing,
     HeadwaterError,
     LeftOut,
     MemoryRefused,
@@ -84,14 +85,19 @@ class RouterEngine:
     def remove(self, name: str, *, move: bool = True, limit_s: float = ENGINE_CALL_LIMIT_S) -> None:
         """Drain a server, then close its engine. Without ``move``, wait until its requests have ended."""
         member = self._roster.vacate(name, move=move, limit_s=limit_s)
+
+        def forget() -> Future[None]:
+            self._roster.remove(member)
+            return member.start(member.engine.close, "close")  # also if the caller has stopped waiting
+
         # Between two weight updates: servers that take one together would lose time with one that leaves.
         try:
-            removed = self._sender.submit(self._roster.remove, member)
+            removed = self._sender.submit(forget)
         except RuntimeError as error:
             raise RolloutFailed("the engine is closed") from error
         what = f"server {name} is removed when the present weight update has ended"
-        wait_for_future(removed, lambda: what, kind="router", hard_limit_s=limit_s)
-        member.engine.close()
+        closed = wait_for_future(removed, lambda: what, kind="router", hard_limit_s=limit_s)
+        wait_for_future(closed, lambda: f"the engine of server {name} closes", kind="router", hard_limit_s=limit_s)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -264,7 +270,8 @@ class RouterEngine:
                     refused[member.name] = error  # its old weights are still in place
                 else:
                     member.stale = str(error) or type(error).__name__
-                    member.num_refusals += not isinstance(error, TransferLost)
+                    # A loss has other causes than the server, but one that was never seen to work gets few attempts.
+                    member.num_refusals += member.is_new or not isinstance(error, TransferLost)
                 roster.sync(member)
 
         try:
@@ -303,21 +310,26 @@ class RouterEngine:
         roster = self._roster
         with roster.lock:
             others = [each for name, each in roster.members.items() if name not in results]
-            if not update.is_repeat or not any(each.can_continue for each in others):
+            may_return = any(not (each.is_new or each.is_gone or each.is_unfit) for each in others)
+            is_left_out = update.is_repeat and (may_return or any(each.can_continue for each in others))
+            are_new = all((member := roster.members.get(name)) is None or member.is_new for name in failures)
+            if not is_left_out and not (may_return and are_new):
                 raise worst
             for name, error in failures.items():
                 if (member := roster.members.get(name)) is not None:
                     member.stale = str(error) or type(error).__name__
                     # Other errors were counted when it ended.
-                    member.num_refusals += isinstance(error, WeightsError) and not isinstance(error, WeightsIncomplete)
+                    member.num_refusals += isinstance(error, WeightsError) and not _changed_weights(error)
                     roster.sync(member)
-        names = ", ".join(failures)
-        raise LeftOut(f"{names}: did not take the weights of version {update.version}: {worst}") from worst
+        told = f"{', '.join(failures)}: did not take the weights of version {update.version}: {worst}"
+        # A version that no server has yet is sent again, also to the others if they are back.
+        raise (LeftOut if is_left_out else TransferLost)(told) from worst
 
     def _receivers(self, update: WeightUpdate) -> dict[str, Member]:
         """The servers that take an update, once there is one: all that can be reached, the least loaded first.
 
-        An update that is repeated is only for those that do not have it.
+        An update that is repeated is only for those that do not have it. Adapters alone are not for servers that have
+        joined since the last update of all weights: another run may have left other weights in their processes.
         """
         roster = self._roster
 
@@ -336,6 +348,10 @@ class RouterEngine:
             )
             if update.is_repeat:
                 found = {name: each for name, each in found.items() if each.stale} or found
+            if update.adapters_alone:
+                found = {name: each for name, each in found.items() if not each.is_new}
+                if not found:
+                    raise BaseMissing("all servers that can be reached are new, and adapters alone are not enough")
             self._begin_version(update.version)
             for member in found.values():
                 member.num_updates += 1

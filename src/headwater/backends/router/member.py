@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from headwater.core.capabilities import Capabilities, EngineStatus, ServerStatus
 from headwater.core.errors import ConfigError, HeadwaterError
@@ -38,6 +38,16 @@ class RoutedServer:
     """Connects to it anew. Without it, a server whose engine has given up is lost for good."""
 
 
+@runtime_checkable
+class TellsInstance(Protocol):
+    """An engine that tells which process it uses, so that one server with two addresses is noticed."""
+
+    @property
+    def instance(self) -> str:
+        """Different for every process; empty if that is not known. Makes no call."""
+        ...
+
+
 class Member:
     """The state of one server. Its router changes it while holding a lock; other threads may read it."""
 
@@ -52,6 +62,8 @@ class Member:
         self.is_draining = self.is_leaving = False
         self.is_new = False
         """It has joined others and has not taken weights yet, so it may turn out to be one that cannot."""
+        self.has_joined = False
+        """It has joined others. What its counters say first was caused by someone else, and is not counted."""
         self.updating = ""
         """Which weights it takes now, while other servers generate; empty if none."""
         self.is_restoring = False
@@ -77,6 +89,11 @@ class Member:
         self._asked_at = self._lost_at = 0.0
         self._asked_updates = 0
         self._pending: Future[EngineStatus] | None = None
+
+    @property
+    def instance(self) -> str:
+        """Of the process that serves; empty if it does not tell."""
+        return self.engine.instance if isinstance(self.engine, TellsInstance) else ""
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +135,8 @@ class Member:
         if self.updating:
             return f"taking {self.updating}"
         if self.stale:
-            return f"without the newest weights: {self.stale}"
+            remedy = f"; left out after {self.num_refusals} attempts, undrain it to try again" if self.is_unfit else ""
+            return f"without the newest weights: {self.stale}{remedy}"
         return "serving"
 
     def status(self, num_open: int) -> ServerStatus:
@@ -144,11 +162,6 @@ class Member:
     def counted(self) -> dict[str, float]:
         """Its counters alone."""
         return dict(self._counted)
-
-    def count_from_now(self) -> None:
-        """Forget what it has counted before it joined: others have caused it."""
-        with self._counting:
-            self._counted = dict.fromkeys(self._counted, 0)
 
     def start(self, action: Callable[[], T], what: str) -> Future[T]:
         """Run a call that may block in a separate thread, so that a server that hangs holds up no other."""
@@ -220,7 +233,8 @@ class Member:
             is_same = report.num_restarts == self._counted_restarts
             counted = dict(self._counted)
             for name in COUNTERS & report.metrics.keys():
-                last, now = self._last_counts.get(name, 0), report.metrics[name]
+                now = report.metrics[name]
+                last = self._last_counts.get(name, now if self.has_joined else 0)
                 # Two threads ask for reports, so that a smaller count of the same process is an older one.
                 counted[name] = counted.get(name, 0) + (now - last if now >= last else 0 if is_same else now)
                 self._last_counts[name] = max(last, now) if is_same else now

@@ -30,6 +30,8 @@ class RouterOptions:
     request has seen for this long."""
     update_start_limit_s: float = ENGINE_CALL_LIMIT_S
     """How long a server may take to begin a weight update. Running responses may have to end first."""
+    update_new_start_limit_s: float = 120.0
+    """The same for a server that has joined and takes its first weights alone. It has no responses of this router."""
     update_bucket_limit_s: float = 120.0
     """A server that takes longer for one bucket of a weight update is dropped from it."""
     weight_folder: str = ""

@@ -16,7 +16,7 @@ from headwater.backends.router.options import RouterOptions
 from headwater.backends.router.policy import Policy
 from headwater.backends.router.work import Work
 from headwater.core.capabilities import Capabilities
-from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, ServerKept, WaitTimeout
+from headwater.core.errors import HeadwaterError, QueueFull, RolloutFailed, ServerExists, ServerKept, WaitTimeout
 from headwater.core.protocols import InferenceEngine
 from headwater.core.requests import ModelRequest
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, named_wait, wait_until
@@ -77,9 +77,13 @@ class Roster:
             self.check_open()
             if server.name in self.members:
                 raise ValueError(f"server {server.name!r} is in the router already; use another name")
+            same = [each.name for each in self.all() if joins and each.instance and each.instance == member.instance]
+            if same:
+                raise ServerExists(f"{server.name}: is in the router already, as {same[0]}")
             check_alike(member, self.all())
             # From now on it is told what all servers are told, but it gets no requests before it knows the rest.
-            member.is_new, member.is_restoring = joins, True
+            member.is_new = member.has_joined = joins
+            member.is_restoring = True
             self.members[member.name] = member
             self._describe()
             capacity = min(member.limits.max_queue, self.options.max_open_per_server)
@@ -92,8 +96,6 @@ class Roster:
             self._forget(member)
             raise
         with self.lock:
-            if joins:
-                member.count_from_now()
             is_behind = member.version != self.published or member.report.needs_weights
             if self.published is not None and is_behind and num_updates == member.num_updates:
                 member.stale = member.stale or "it is new"

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine
-from headwater.core.errors import HeadwaterError, ServerKept, WaitTimeout
+from headwater.core.errors import HeadwaterError, ServerExists, ServerKept, WaitTimeout
 from headwater.observe.server_changes import Change
 from headwater.serving.control import in_own_thread
 from headwater.serving.errors import ApiError
@@ -28,6 +28,9 @@ def make_routes(
 ) -> list[web.RouteDef]:
     """``connect`` makes the engine of a running server from its address. ``note`` is told about every change."""
 
+    joining: set[str] = set()
+    """Addresses that are being added."""
+
     def listing() -> web.Response:
         status = router.status()
         counts = {name: int(value) for name, value in status.metrics.items()}
@@ -40,16 +43,20 @@ def make_routes(
         url = await request.app[BODIES].read_control(request, _read_url)
 
         def connect_and_add() -> None:
-            if any(url in (each.name, each.url) for each in router.status().servers):
-                raise ApiError(f"url = {url}: is in the router already", status=409, code="server_exists", param="url")
-            server = connect(url)
             try:
-                router.add(server)
-            except BaseException:
-                server.engine.close()
-                raise
-            note("add", url)
+                server = connect(url)
+                try:
+                    router.add(server)
+                except BaseException:
+                    server.engine.close()
+                    raise
+                note("add", url)
+            finally:  # not when the client stops waiting: the server may be added nevertheless
+                joining.remove(url)
 
+        if url in joining or any(url in (each.name, each.url) for each in router.status().servers):
+            raise ApiError(f"url = {url}: is in the router already", status=409, code="server_exists", param="url")
+        joining.add(url)
         await _told(connect_and_add)
         return listing()
 
@@ -105,6 +112,8 @@ async def _told(action: Callable[[], None]) -> None:
         raise ApiError(f"name: {error.args[0]}", status=404, code="unknown_server", param="name") from error
     except ServerKept as error:
         raise ApiError(str(error), status=409, code="server_kept", param="name") from error
+    except ServerExists as error:
+        raise ApiError(str(error), status=409, code="server_exists", param="url") from error
     except (ApiError, WaitTimeout):
         raise
     except HeadwaterError as error:

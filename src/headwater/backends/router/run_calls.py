@@ -58,6 +58,7 @@ class RunCalls:
         try:
             taken = self._held.enter_context(listening(self._run.servers_socket))
         except OSError as error:
+            self._loop.close()
             logger.warning(
                 "%s: no socket can be made there (%s), so the servers cannot be changed while the run runs",
                 *(self._run.path, error),

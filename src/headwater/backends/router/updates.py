@@ -151,7 +151,9 @@ def _send(
     options: RouterOptions,
     is_streamed: bool,
 ) -> Results:
-    start_limit_s, bucket_limit_s = options.update_start_limit_s, options.update_bucket_limit_s
+    is_first = all(each.is_new for each in members.values())
+    start_limit_s = options.update_new_start_limit_s if is_first else options.update_start_limit_s
+    bucket_limit_s = options.update_bucket_limit_s
     fan_out = FanOut(
         update,
         list(members),

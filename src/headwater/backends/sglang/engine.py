@@ -107,6 +107,12 @@ class SglangEngine(RemoteEngine):
         return replace(info, dtype=dtype, max_model_tokens=info.max_model_tokens or self._model.max_tokens)
 
     @property
+    def instance(self) -> str:
+        """Of the process that serves. Older versions tell only its seed, which several may share."""
+        told = self._info.instance
+        return "" if told.startswith("-") else told
+
+    @property
     def capabilities(self) -> Capabilities:
         own = super().capabilities
         return replace(own, file_weights=own.file_weights and not self._renames)

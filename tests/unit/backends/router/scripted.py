@@ -30,6 +30,7 @@ class ScriptedEngine:
         self.capabilities = Capabilities(resumable=resumable, streaming=False, dtype="float32")
         self.limits = EngineLimits(vocab_size=1000, max_model_tokens=4096, max_request_tokens=4096, max_queue=max_queue)
         self.version = version
+        self.instance = ""
         self.weights = "initial"
         self.is_dead = self.is_hanging = self.needs_weights = self.is_paused = self.is_closed = False
         self.asleep: set[str] = set()
@@ -39,9 +40,13 @@ class ScriptedEngine:
         self.may_update = threading.Event()
         """An update waits for it after its first bucket."""
         self.may_update.set()
+        self.may_begin = threading.Event()
+        """An update waits for it before its first bucket."""
+        self.may_begin.set()
         self.is_updating = False
         self.has_failed = False
         self.pause_s = 0.0
+        self.measures = True
         self.holds_at: int | None = None
         """Number of tokens at which requests wait until this is None again."""
         self.num_held = 0
@@ -113,8 +118,11 @@ class ScriptedEngine:
             is_asleep=bool(self.asleep),
             is_alive=not self.is_closed and not self.has_failed,
             is_reachable=not self.is_hanging,
-            metrics={"num_running": 99, "num_finished": self.num_served, "last_update_pause_s": self.pause_s},
+            metrics=self._measured() if self.measures else {},
         )
+
+    def _measured(self) -> dict[str, float]:
+        return {"num_running": 99, "num_finished": self.num_served, "last_update_pause_s": self.pause_s}
 
     def abort(self, request_id: str | None = None) -> int:
         found = [number for number, each in self._open.items() if request_id in (None, each.request_id)]
@@ -154,6 +162,7 @@ class ScriptedEngine:
         def take() -> None:
             taken = []
             try:
+                self.may_begin.wait(LIMIT_S)
                 for bucket in update.buckets:
                     self.is_updating = True
                     self.may_update.wait(LIMIT_S)

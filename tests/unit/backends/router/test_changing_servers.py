@@ -11,7 +11,7 @@ from backends.router.scripted import LIMIT_S, ScriptedEngine
 from backends.router.test_router_engine import FAST, all_of, interrupted, is_whole, request, routed, until, update
 
 from headwater.backends.router.engine import RoutedServer, RouterEngine
-from headwater.core.errors import LeftOut, ServerKept, TransferLost, WeightsError
+from headwater.core.errors import BaseMissing, LeftOut, ServerKept, TransferLost, WaitTimeout, WeightsError
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -115,6 +115,20 @@ def test_a_server_leaves_between_two_updates_and_not_in_one():
         assert router.names == ("s1",)
 
 
+def test_a_server_is_closed_although_no_one_waits_for_its_removal_any_more():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines, options=OF_A_RUN) as router:
+        engines[1].may_update.clear()
+        sent = router.update_weights(update(1, 1.0))
+        until(lambda: engines[1].is_updating)
+        with pytest.raises(WaitTimeout):
+            router.remove("s0", limit_s=0.2)
+        engines[1].may_update.set()
+        sent.result(LIMIT_S)
+        until(lambda: engines[0].is_closed)
+        assert router.names == ("s1",)
+
+
 def test_a_server_that_joins_gets_the_weights_before_it_generates():
     engines = [ScriptedEngine(), ScriptedEngine()]
     with routed(*engines, options=OF_A_RUN) as router:
@@ -151,6 +165,7 @@ def test_a_server_that_cannot_take_the_weights_is_left_out_and_the_others_go_on(
             with pytest.raises(LeftOut, match="other: did not take the weights of version 2"):
                 publish(router, 2, is_repeat=True)
         assert not router.status().needs_weights, "it was asked often enough"
+        assert "left out after 3 attempts, undrain it" in states(router)["other"]
         publish(router, 3)
         assert [engine.version for engine in engines] == [3, 3]
         assert router.weights_checksum() == engines[0].weights
@@ -158,6 +173,30 @@ def test_a_server_that_cannot_take_the_weights_is_left_out_and_the_others_go_on(
         assert other.num_served == 0
         router.remove("other")
         assert not any(each.state != "serving" for each in router.status().servers)
+
+
+@pytest.mark.parametrize("order", ["together", "rolling"])
+def test_a_server_that_joins_is_sent_all_weights_before_adapters_alone(order):
+    """Its process may still have the weights of another run, which would take the adapters."""
+    old, new = ScriptedEngine(), ScriptedEngine()
+    with routed(old, options=replace(OF_A_RUN, update_order=order)) as router:
+        publish(router, 1)
+        router.add(RoutedServer("new", new))
+        publish(router, 2, adapters_alone=True)
+        assert (old.version, new.version) == (2, 0)
+        assert router.status().needs_weights
+        assert "it is new" in states(router)["new"]
+        publish(router, 2, is_repeat=True)
+        publish(router, 3, adapters_alone=True)
+        assert (old.version, new.version) == (3, 3)
+        newest = ScriptedEngine()
+        router.add(RoutedServer("newest", newest))
+        old.is_dead = new.is_dead = True
+        until(lambda: not any(each.is_alive for each in router.status().servers[:2]))
+        with pytest.raises(BaseMissing):
+            publish(router, 4, adapters_alone=True)
+        publish(router, 4)
+        assert newest.version == 4
 
 
 def test_a_server_that_is_lost_with_every_transfer_does_not_end_the_run():
@@ -172,6 +211,54 @@ def test_a_server_that_is_lost_with_every_transfer_does_not_end_the_run():
         flaky.fails_update = None
         publish(router, 1, is_repeat=True)
         assert states(router)["flaky"] == "serving"
+
+
+def test_a_new_server_that_hangs_in_its_first_update_is_soon_left_out():
+    options = replace(OF_A_RUN, update_start_limit_s=10 * LIMIT_S, update_new_start_limit_s=0.2)
+    old, new = ScriptedEngine(), ScriptedEngine()
+    with routed(old, options=options) as router:
+        publish(router, 1)
+        new.may_begin.clear()
+        router.add(RoutedServer("new", new))
+        with pytest.raises(LeftOut, match="did not take bucket 0 within"):
+            publish(router, 1, is_repeat=True)
+        publish(router, 2)
+        assert old.version == 2
+        new.may_begin.set()
+
+
+@pytest.mark.parametrize("fails", [WeightsError("another model"), TransferLost("connection reset")])
+def test_a_new_server_that_cannot_take_the_weights_ends_no_run_while_the_others_are_lost(fails):
+    old, bad = ScriptedEngine(), ScriptedEngine()
+    with routed(old, options=OF_A_RUN) as router:
+        publish(router, 1)
+        bad.fails_update = fails
+        router.add(RoutedServer("bad", bad))
+        old.is_dead = True
+        until(lambda: not router.status().servers[0].is_alive)
+        with pytest.raises(LeftOut):
+            publish(router, 1, is_repeat=True)
+        for _ in range(2):
+            with pytest.raises(TransferLost):  # it is sent again
+                publish(router, 2)
+        assert "left out after 3 attempts" in states(router)["bad"]
+        threading.Timer(0.2, lambda: setattr(old, "is_dead", False)).start()
+        publish(router, 2)
+        assert old.version == 2
+
+
+def test_a_server_that_has_worked_may_be_lost_often():
+    engines = [ScriptedEngine(), ScriptedEngine()]
+    with routed(*engines, options=OF_A_RUN) as router:
+        publish(router, 1)
+        engines[1].fails_update = TransferLost("connection reset")
+        publish(router, 2)
+        for _ in range(4):
+            with pytest.raises(LeftOut):
+                publish(router, 2, is_repeat=True)
+        engines[1].fails_update = None
+        publish(router, 2, is_repeat=True)
+        assert states(router) == {"s0": "serving", "s1": "serving"}
 
 
 def test_weights_that_no_server_has_are_still_an_error():
@@ -206,7 +293,8 @@ def test_a_server_that_fails_while_it_joins_is_not_kept():
         router.add(RoutedServer("new", ScriptedEngine()))
 
 
-def test_counters_neither_jump_nor_fall_when_servers_join_and_leave():
+@pytest.mark.parametrize("measures", [True, False], ids=["at once", "later"])
+def test_counters_neither_jump_nor_fall_when_servers_join_and_leave(measures):
     def served() -> float:
         return router.status().metrics["num_finished"]
 
@@ -215,7 +303,10 @@ def test_counters_neither_jump_nor_fall_when_servers_join_and_leave():
         until(lambda: served() == 5)
         new = ScriptedEngine()
         new.num_served = 1000  # for others, before it joined
+        new.measures = measures  # servers of vLLM and SGLang do not before the first health check
         router.add(RoutedServer("new", new))
+        new.measures = True
+        until(lambda: "num_finished" in router._roster.member("new").metrics)
         assert served() == 5
         asyncio.run(all_of(router, [request(key, 2) for key in range(10, 20)]))
         until(lambda: served() == 15)
