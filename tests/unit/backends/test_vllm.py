@@ -288,9 +288,10 @@ class Player:
                 "device_config": {"device": "cpu"},
                 "parallel_config": {"worker_extension_cls": "headwater_vllm_worker.Worker"},
             }
-            return web.json_response({"results": [described]})
+            return web.json_response({"results": [{**described, "call": body["kwargs"]["call"]}]})
         else:
             self.calls.append(body["method"])
+            return web.json_response({"results": [{"call": body["kwargs"].get("call")}]})
         return web.json_response({})
 
     async def generate(self, asked: web.Request) -> web.StreamResponse:

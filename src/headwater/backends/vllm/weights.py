@@ -13,6 +13,7 @@ side holds a second copy of the model.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -92,9 +93,19 @@ class WorkerCalls:
 
     takes_whole = True
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
-        """Call a method of ``inside/headwater_vllm_worker.py`` on every worker."""
+    async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
+        """Call a method on every worker, and return what each of them answers."""
         raise NotImplementedError
+
+    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:
+        """Call a method of ``inside/headwater_vllm_worker.py``. ``RolloutFailed`` names every worker that failed."""
+        call = secrets.token_hex(8)
+        answers = await self.ask_workers(method, {**arguments, "call": call})
+        problems = [(rank, _problem_of(answer, call)) for rank, answer in enumerate(answers)]
+        failures = [f"worker {rank}: {problem}" for rank, problem in problems if problem]
+        if failures or not answers:
+            raise RolloutFailed(f"{method}: {'; '.join(failures) or 'no worker has answered'}")
+        return answers
 
     async def use_loaded(self, label: str) -> None:
         """The workers have loaded weights: forget what the old ones have made, and label the new ones."""
@@ -129,14 +140,18 @@ class WorkerCalls:
         return await self._loaded(await self.call_workers("headwater_receive_group", **order), body["weight_version"])
 
     async def _loaded(self, answers: Sequence[Mapping[str, str]], label: str) -> str:
-        failures = [f"worker {rank}: {answer['failure']}" for rank, answer in enumerate(answers) if "failure" in answer]
-        if failures:
-            raise RolloutFailed("; ".join(failures))
         checksums = {answer["checksum"] for answer in answers}
         if len(checksums) != 1:
             raise RolloutFailed(f"the workers have received different weights: {', '.join(sorted(checksums))}")
         await self.use_loaded(label)
         return checksums.pop()
+
+
+def _problem_of(answer: Any, call: str) -> str:
+    """Why a worker has not done what a call asks for; empty if it has."""
+    if not isinstance(answer, Mapping) or answer.get("call") != call:
+        return "its answer belongs to another call, so vLLM has mixed up the answers of its workers; restart the server"
+    return str(answer.get("failure", ""))
 
 
 class SlotStream:
