@@ -24,8 +24,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.backends.remote import group
 from headwater.backends.remote.group import GroupStream
 from headwater.backends.remote.link import LinkLost, ServerInfo
+from headwater.backends.router.options import RouterOptions
+from headwater.backends.vllm import weights
 from headwater.backends.vllm.http import INSIDE
 from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ArrivalError,
@@ -91,7 +94,7 @@ class Workers(WorkerCalls):
         self._calls = asyncio.Lock()
         """Workers do one call after the other."""
 
-    async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
+    async def ask_workers(self, method: str, arguments: Mapping[str, Any], **options: Any) -> Sequence[Any]:
         async with self._calls:
             ranks = range(self.count)
             await asyncio.gather(*(asyncio.to_thread(self._call, rank, method, arguments) for rank in ranks))
@@ -203,6 +206,25 @@ def test_workers_receive_whole_tensors_over_a_group():
     assert workers.label == "1"
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: SlotStream(torch.float32, limit_s=4.0), lambda: GroupStream("gloo", torch.float32)]
+)
+def test_workers_wait_longer_than_a_router_waits_for_another_server(small_slots, monkeypatch, make):
+    assert 2 * RouterOptions().update_bucket_limit_s < weights.ARRIVE_LIMIT_S
+    for module in (weights, group):
+        monkeypatch.setattr(module, "LIMIT_S", 4.0)  # for joining a group
+    tensors = tensors_of([[40]] * 8)
+
+    def held_up() -> Iterator[Bucket]:
+        yield list(tensors.items())[:4]
+        time.sleep(6.0)
+        yield list(tensors.items())[4:]
+
+    workers = Workers(2)
+    sent(make(), workers, update_of(tensors, held_up()))
+    assert_received(workers, tensors, torch.float32)
+
+
 @pytest.mark.parametrize("make", [lambda: SlotStream(torch.float32), lambda: GroupStream("gloo", torch.float32)])
 def test_a_stream_with_a_wrong_tensor_ends_on_both_sides(small_slots, make):
     tensors = tensors_of([[40]] * 8)
@@ -240,7 +262,8 @@ def test_the_next_update_succeeds_after_one_that_failed(small_slots):
     assert_received(workers, tensors, torch.float32)
 
 
-def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots):
+@pytest.mark.parametrize("make", [lambda: SlotStream(torch.float32), lambda: GroupStream("gloo", torch.float32)])
+def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots, make):
     def load(rank: int, tensors: Iterator[Any]) -> None:
         if rank == 1:
             next(tensors)
@@ -248,7 +271,7 @@ def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots):
 
     workers, began = Workers(3, load=load), time.monotonic()
     with pytest.raises(RolloutFailed, match="worker 1: RuntimeError: vLLM cannot load a layer"):
-        sent(SlotStream(torch.float32), workers, update_of(tensors_of([[40]] * 12)))
+        sent(make(), workers, update_of(tensors_of([[40]] * 12)))
     assert time.monotonic() - began < LIMIT_S
 
 
@@ -288,7 +311,7 @@ def test_an_answer_to_another_call_is_an_error():
 
 def test_different_weights_of_two_workers_are_an_error():
     class Damaging(Workers):
-        async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
+        async def ask_workers(self, method: str, arguments: Mapping[str, Any], **options: Any) -> Sequence[Any]:
             first, *others = await super().ask_workers(method, arguments)
             return [{**first, "checksum": "float32-other"}, *others]
 
@@ -317,7 +340,7 @@ def test_a_worker_that_hangs_is_named_after_the_limit(small_slots):
 
 def test_a_server_that_ends_during_an_update_is_lost(small_slots):
     class Ending(Workers):
-        async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
+        async def ask_workers(self, method: str, arguments: Mapping[str, Any], **options: Any) -> Sequence[Any]:
             raise LinkLost("the connection broke")
 
     with pytest.raises(LinkLost, match="the connection broke"):

@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headwater.backends.remote.http import HttpCalls
+from headwater.backends.remote.http import CALL_LIMIT_S, HttpCalls
 from headwater.backends.remote.link import PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.vllm.weights import WorkerCalls
 from headwater.backends.vllm.wire import ADAPTERS, dialect_of, read_event, write_request
@@ -89,8 +89,11 @@ class VllmLink(WorkerCalls, HttpCalls):
             await self.ask_workers("reload_weights", {"weights_path": folder})
         await self.use_loaded(label)
 
-    async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
-        answer = await self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], *, call_limit_s: float = CALL_LIMIT_S
+    ) -> Sequence[Any]:
+        body = {"method": method, "kwargs": arguments}
+        answer = await self._call("POST", "/collective_rpc", body, limit_s=call_limit_s)
         results: Sequence[Any] = answer.get("results") or ()
         return results
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.backends import BackendContext
+from headwater.backends.remote.http import CALL_LIMIT_S
 from headwater.backends.remote.link import Garbage, LinkLost, PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
@@ -186,7 +187,10 @@ class InProcessLink(WorkerCalls):
         await self.call_workers("headwater_reload", folder=folder)
         await self.use_loaded(label)
 
-    async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], *, call_limit_s: float = CALL_LIMIT_S
+    ) -> Sequence[Any]:
+        """vLLM in this process cannot be lost without an error, so its calls have no limit."""
         with _engine_errors(f"calls {method}"):
             answers: Sequence[Any] = await self._engine.collective_rpc(method, kwargs=dict(arguments))
             return answers

@@ -13,6 +13,7 @@ side holds a second copy of the model.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from headwater.backends.remote.group import GroupStream
+from headwater.backends.remote.http import CALL_LIMIT_S
 from headwater.backends.remote.link import ServerInfo, WeightStream
 from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ABANDONED,
@@ -44,8 +46,11 @@ from headwater.weights.segments import Segment
 from headwater.weights.shared_memory import NUM_SLOTS, SlotSender, slot_size
 
 SLOT_LIMIT_S = 120.0
-"""How long a worker waits for the next slot, and the sender until a slot has been copied. The learner may gather its
-weights meanwhile, or wait for the slowest of several servers."""
+"""How long the sender waits until a slot has been copied."""
+ARRIVE_LIMIT_S = 600.0
+"""How long a worker waits for the next weights. The learner may gather them meanwhile, or wait for another server that
+does not answer, which a router drops only after ``update_bucket_limit_s``. The healthy servers must not give up before.
+A sender that has ended is noticed at once: by its lock, or by its connection."""
 _LOAD_LIMIT_S = 600.0
 """How long vLLM may take for what follows the last slot."""
 _POLL_S = 0.0005
@@ -93,14 +98,18 @@ class WorkerCalls:
 
     takes_whole = True
 
-    async def ask_workers(self, method: str, arguments: Mapping[str, Any]) -> Sequence[Any]:
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], *, call_limit_s: float = CALL_LIMIT_S
+    ) -> Sequence[Any]:
         """Call a method on every worker, and return what each of them answers."""
         raise NotImplementedError
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:
+    async def call_workers(
+        self, method: str, *, call_limit_s: float = CALL_LIMIT_S, **arguments: Any
+    ) -> Sequence[Mapping[str, Any]]:
         """Call a method of ``inside/headwater_vllm_worker.py``. ``RolloutFailed`` names every worker that failed."""
         call = secrets.token_hex(8)
-        answers = await self.ask_workers(method, {**arguments, "call": call})
+        answers = await self.ask_workers(method, {**arguments, "call": call}, call_limit_s=call_limit_s)
         problems = [(rank, _problem_of(answer, call)) for rank, answer in enumerate(answers)]
         failures = [f"worker {rank}: {problem}" for rank, problem in problems if problem]
         if failures or not answers:
@@ -113,7 +122,7 @@ class WorkerCalls:
 
     async def receive_slots(self, order: Mapping[str, Any], label: str) -> str:
         """Return the checksum of what the workers have received."""
-        return await self._loaded(await self.call_workers("headwater_receive_slots", **order), label)
+        return await self._loaded("headwater_receive_slots", order, label)
 
     async def join_group(self, body: Mapping[str, Any]) -> None:
         await self.call_workers(
@@ -137,9 +146,12 @@ class WorkerCalls:
     async def receive(self, body: Mapping[str, Any]) -> str:
         (dtype,) = set(body["dtypes"])
         order = {"name": body["group_name"], "names": body["names"], "shapes": body["shapes"], "dtype": dtype}
-        return await self._loaded(await self.call_workers("headwater_receive_group", **order), body["weight_version"])
+        order["limit_s"] = ARRIVE_LIMIT_S
+        return await self._loaded("headwater_receive_group", order, body["weight_version"])
 
-    async def _loaded(self, answers: Sequence[Mapping[str, str]], label: str) -> str:
+    async def _loaded(self, method: str, order: Mapping[str, Any], label: str) -> str:
+        # One call receives the whole model. Every slot and every tensor has its own limit.
+        answers = await self.call_workers(method, call_limit_s=math.inf, **order)
         checksums = {answer["checksum"] for answer in answers}
         if len(checksums) != 1:
             raise RolloutFailed(f"the workers have received different weights: {', '.join(sorted(checksums))}")
@@ -158,7 +170,7 @@ class SlotStream:
     """A ``WeightStream`` through shared memory. The slots of the first update are used again by the others."""
 
     def __init__(self, dtype: torch.dtype, *, limit_s: float = SLOT_LIMIT_S) -> None:
-        """``dtype`` is the number type of the server, ``limit_s`` how long the next slot may take on either side."""
+        """``dtype`` is the number type of the server, ``limit_s`` how long the workers may take to copy a slot."""
         self.checksum = ""
         self._dtype = dtype
         self._limit_s = limit_s
@@ -207,7 +219,7 @@ class SlotStream:
                 "slots": slots.name,
                 "slot_bytes": slots.slot_bytes,
                 "num_workers": num_workers,
-                "limit_s": self._limit_s,
+                "limit_s": ARRIVE_LIMIT_S,
             }
             answer: Future[str] | None = None
 

@@ -164,11 +164,13 @@ class Worker:
         if self._headwater_group is None or self._headwater_group[0] != name:
             return {"failure": f"this worker is not in the group {name}"}
         answer = {"failure": "vLLM cannot load the weights"}
+        reader = GroupReader(self._headwater_group[1], worker.device, **order)
         try:
-            answer = self._headwater_receive(GroupReader(self._headwater_group[1], worker.device, **order))
+            answer = self._headwater_receive(reader)
         finally:
             if "failure" in answer:
                 self._headwater_group = None  # the sender's next operation fails at once
+                reader.leave()
         return answer
 
     def _headwater_receive(self, arriving: Arriving) -> dict[str, str]:
