@@ -44,6 +44,7 @@ from headwater.weights import shared_memory
 from headwater.weights.memory import in_buckets
 
 sys.path.append(str(INSIDE))  # as in the workers
+import headwater_vllm_weights
 from headwater_vllm_worker import Worker
 
 LIMIT_S = 60.0
@@ -273,6 +274,24 @@ def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots, make):
     with pytest.raises(RolloutFailed, match="worker 1: RuntimeError: vLLM cannot load a layer"):
         sent(make(), workers, update_of(tensors_of([[40]] * 12)))
     assert time.monotonic() - began < LIMIT_S
+
+
+def test_a_worker_without_the_slots_ends_the_update_at_once(small_slots, monkeypatch):
+    opened = headwater_vllm_weights.LentMemory
+
+    def open_or_fail(name: str, size: int, *, device: Any = None) -> Any:
+        if device is not None and threading.current_thread() is not first.setdefault(
+            "thread", threading.current_thread()
+        ):
+            raise headwater_vllm_weights.ArrivalError("this worker has another /dev/shm")
+        return opened(name, size, device=device)
+
+    first: dict[str, Any] = {}
+    monkeypatch.setattr(headwater_vllm_weights, "LentMemory", open_or_fail)
+    workers, began = Workers(2), time.monotonic()
+    with pytest.raises(RolloutFailed, match=r"worker \d: this worker has another /dev/shm"):
+        sent(SlotStream(torch.float32, limit_s=LIMIT_S), workers, update_of(tensors_of([[40]] * 12)))
+    assert time.monotonic() - began < LIMIT_S / 2
 
 
 def test_calls_after_one_that_failed_get_their_own_answers():
