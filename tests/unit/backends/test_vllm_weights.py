@@ -386,6 +386,33 @@ def test_an_engine_that_is_closed_does_not_wait_for_its_update(small_slots):
     asyncio.run(close_while_it_sends())
 
 
+def test_an_update_begins_when_the_sender_of_the_one_before_has_ended(small_slots):
+    tensors, begun, released = tensors_of([[40]] * 8), threading.Event(), threading.Event()
+
+    def held_up() -> Iterator[Bucket]:
+        yield list(tensors.items())[:4]
+        begun.set()
+        released.wait(LIMIT_S)
+        yield list(tensors.items())[4:]
+
+    async def run() -> None:
+        stream, workers = SlotStream(torch.float32, limit_s=0.5), Workers(1)
+        first = asyncio.create_task(
+            stream.load(workers, info_of(workers), update_of(tensors, held_up()), "1", flush=True)
+        )
+        await asyncio.to_thread(begun.wait, LIMIT_S)
+        first.cancel()
+        await asyncio.wait({first})
+        with pytest.raises(RolloutFailed, match="the update before has not ended"):
+            await stream.load(workers, info_of(workers), update_of(tensors), "2", flush=True)
+        released.set()
+        await stream.load(workers, info_of(workers), update_of(tensors), "3", flush=True)
+        assert workers.label == "3"
+        await stream.end()
+
+    asyncio.run(run())
+
+
 def readers(handover: Handover, slots: shared_memory.SlotSender, limit_s: float) -> SlotReader:
     names = ["a", "b", "c"]
     return SlotReader(

@@ -184,6 +184,9 @@ class SlotStream:
         def call(order: Mapping[str, Any]) -> Future[str]:
             return asyncio.run_coroutine_threadsafe(link.receive_slots(order, label), loop)
 
+        await self._give_up()
+        if self._sending is not None and not self._sending.done():
+            raise RolloutFailed("the update before has not ended: its sender still reads the learner's weights")
         self._is_given_up = False
         self._sending = asyncio.create_task(asyncio.to_thread(self._send, update, info.num_workers, call))
         try:
