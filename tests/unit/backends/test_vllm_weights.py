@@ -477,6 +477,14 @@ def test_nothing_is_left_in_shared_memory(small_slots):
     assert set(Path("/dev/shm").iterdir()) <= before | {Path("/dev/shm/sem.mp")}
 
 
+def test_workers_do_not_keep_the_slots_of_a_run_that_has_ended(small_slots):
+    """Memory that has no name any more still takes space in /dev/shm while a process has it mapped."""
+    workers = Workers(2)
+    sent(SlotStream(torch.float32), workers, update_of(tensors_of([[40]] * 12)))
+    assert workers.received[0]
+    assert [worker._headwater_memory for worker in workers.workers] == [None, None]
+
+
 # What a server can do
 
 

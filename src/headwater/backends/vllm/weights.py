@@ -24,7 +24,7 @@ import torch
 
 from headwater.backends.remote.group import GroupStream
 from headwater.backends.remote.http import CALL_LIMIT_S
-from headwater.backends.remote.link import ServerInfo, WeightStream
+from headwater.backends.remote.link import LinkLost, ServerInfo, WeightStream
 from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ABANDONED,
     COMPLETE,
@@ -37,7 +37,7 @@ from headwater.backends.vllm.inside.headwater_vllm_weights import (
 )
 from headwater.config.schema import Config
 from headwater.config.server_checks import chosen_transfer, transfer_problem
-from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.core.errors import ConfigError, HeadwaterError, RolloutFailed
 from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import poll, wait_for_future
 from headwater.weights.collective import LIMIT_S
@@ -124,6 +124,10 @@ class WorkerCalls:
         """Return the checksum of what the workers have received."""
         return await self._loaded("headwater_receive_slots", order, label)
 
+    async def release_slots(self) -> None:
+        """Unmap the slots of a run that has ended, or is about to."""
+        await self.call_workers("headwater_release_slots", call_limit_s=_LAST_ANSWER_S)
+
     async def join_group(self, body: Mapping[str, Any]) -> None:
         await self.call_workers(
             "headwater_join_group",
@@ -175,6 +179,8 @@ class SlotStream:
         self._dtype = dtype
         self._limit_s = limit_s
         self._slots: SlotSender | None = None
+        self._link: WorkerCalls | None = None
+        """To the workers that have the slots mapped."""
         self._sending: asyncio.Task[str] | None = None
         self._is_given_up = False
 
@@ -187,7 +193,7 @@ class SlotStream:
         await self._give_up()
         if self._sending is not None and not self._sending.done():
             raise RolloutFailed("the update before has not ended: its sender still reads the learner's weights")
-        self._is_given_up = False
+        self._is_given_up, self._link = False, link
         self._sending = asyncio.create_task(asyncio.to_thread(self._send, update, info.num_workers, call))
         try:
             self.checksum = await asyncio.shield(self._sending)
@@ -208,6 +214,10 @@ class SlotStream:
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
+        link, self._link = self._link, None
+        if link is not None:
+            with suppress(LinkLost, HeadwaterError):  # the server may have ended, and its memory with it
+                await link.release_slots()
 
     # On the thread that sends
 

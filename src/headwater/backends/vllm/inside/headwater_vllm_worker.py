@@ -146,6 +146,11 @@ class Worker:
             raise
 
     @_answered
+    def headwater_release_slots(self) -> None:
+        """Unmap the slots of the last update. Shared memory is free again only when no process has it mapped."""
+        self._headwater_memory = None
+
+    @_answered
     def headwater_join_group(self, address: str, port: int, name: str, size: int, limit_s: float) -> None:
         """Join the group over which weights come, as the member after those of smaller ranks."""
         worker: Any = self
