@@ -156,7 +156,7 @@ class WorkerCalls:
     async def _loaded(self, method: str, order: Mapping[str, Any], label: str) -> str:
         # One call receives the whole model. Every slot and every tensor has its own limit.
         answers = await self.call_workers(method, call_limit_s=math.inf, **order)
-        checksums = {answer["checksum"] for answer in answers}
+        checksums: set[str] = {answer["checksum"] for answer in answers}
         if len(checksums) != 1:
             raise RolloutFailed(f"the workers have received different weights: {', '.join(sorted(checksums))}")
         await self.use_loaded(label)

@@ -132,11 +132,12 @@ class SlotReader(Arriving):
         self._handover = LentMemory(handover, 8 * num_words)
         self._words = memoryview(self._handover.buffer).cast("q")
         try:
-            reuses = kept is not None and kept.name == slots
-            self.memory = kept if reuses else LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
+            if kept is None or kept.name != slots:
+                kept = LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
         except BaseException:
             self.give_up()  # the answer of this worker is seen only when all workers have ended
             raise
+        self.memory = kept
 
     def _arrive(self) -> Iterator[tuple[str, torch.Tensor]]:
         try:
