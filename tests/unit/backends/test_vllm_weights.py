@@ -264,7 +264,9 @@ def test_the_next_update_succeeds_after_one_that_failed(small_slots):
 
 
 @pytest.mark.parametrize("make", [lambda: SlotStream(torch.float32), lambda: GroupStream("gloo", torch.float32)])
-def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots, make):
+def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots, monkeypatch, make):
+    monkeypatch.setattr(group, "LIMIT_S", 8.0)  # after which the sender of a group notices it at the latest
+
     def load(rank: int, tensors: Iterator[Any]) -> None:
         if rank == 1:
             next(tensors)
