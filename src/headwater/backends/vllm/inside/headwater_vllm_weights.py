@@ -295,10 +295,6 @@ class GroupReader(Arriving):
             self._group.broadcast([tensor], options).wait()
             yield name, tensor.to(self._device)
 
-    def leave(self) -> None:
-        """Release the group, also if the traceback of an error still refers to this object."""
-        self._group = None
-
 
 class ReceivedSums:
     """The checksum of ``headwater/models/checksum.py``, of whole tensors."""

@@ -175,7 +175,6 @@ class Worker:
         finally:
             if "failure" in answer:
                 self._headwater_group = None  # the sender's next operation fails at once
-                reader.leave()
         return answer
 
     def _headwater_receive(self, arriving: Arriving) -> dict[str, str]:
