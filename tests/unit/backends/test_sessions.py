@@ -14,6 +14,7 @@ from headwater.backends.remote.link import LinkLost, ServerInfo
 from headwater.backends.remote.requests import OpenRequest, ServedModel
 from headwater.backends.remote.servers import ConnectedServer
 from headwater.backends.remote.session import RemoteSession
+from headwater.core.errors import RolloutFailed, TransferLost, WeightsIncomplete
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.observe.spans import Spans
 
@@ -86,6 +87,24 @@ def test_a_caller_that_leaves_at_once_leaves_nothing_behind():
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert waiting.num_open == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("is_alive", "expected"), [(True, WeightsIncomplete), (False, TransferLost)])
+def test_an_update_that_fails_because_the_server_ends_is_sent_again(is_alive, expected):
+    """A worker that dies is an error of the call at first."""
+
+    async def load(link: Link, label: str) -> None:
+        link.fails = set() if is_alive else {"check_alive"}
+        raise RolloutFailed("failed with status 500")
+
+    async def run() -> None:
+        updated, link = session(), Link()
+        await updated.attach(link, INFO)
+        with pytest.raises(expected, match="failed with status 500"):
+            await updated.update(1, load, "interrupt", limit_s=LIMIT_S)
+        assert updated.is_attached == is_alive
 
     asyncio.run(run())
 

@@ -288,9 +288,10 @@ class Player:
                 "device_config": {"device": "cpu"},
                 "parallel_config": {"worker_extension_cls": "headwater_vllm_worker.Worker"},
             }
-            return web.json_response({"results": [described]})
+            return web.json_response({"results": [{**described, "call": body["kwargs"]["call"]}]})
         else:
             self.calls.append(body["method"])
+            return web.json_response({"results": [{"call": body["kwargs"].get("call")}]})
         return web.json_response({})
 
     async def generate(self, asked: web.Request) -> web.StreamResponse:
@@ -469,6 +470,25 @@ def test_a_server_that_was_restarted_gets_the_weights_again(monkeypatch: pytest.
         assert response.output_tokens == TOKENS
         assert set(response.output_versions) == {1}
         assert (engine.status().num_restarts, player.calls[-1], player.label) == (1, "headwater_reload", "1")
+
+
+def test_a_server_that_is_restarted_without_our_methods_gets_the_weights_in_a_file() -> None:
+    player = Player()
+    with connected(player) as engine:
+        info = engine._session.info
+        assert info is not None
+        engine._session.info = replace(info, instance="2", receives_weights=True)
+        assert not engine.capabilities.file_weights
+        slots = engine._stream
+        assert engine._stream is slots, "it is kept for the next updates"
+        engine._session.info = replace(info, instance="3", receives_weights=True)
+        assert engine._stream is slots, "also to a process that takes weights in the same way"
+        engine._session.info = info
+        assert engine.capabilities.file_weights
+        player.calls.clear()
+        engine.update_weights(WeightUpdate.of(2, model().named_parameters())).result(60)
+        assert "headwater_reload" in player.calls
+        assert not engine._replaced
 
 
 def test_the_metrics_of_a_server_get_our_names():

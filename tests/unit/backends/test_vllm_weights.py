@@ -12,9 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,16 +24,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headwater.backends.remote import group
 from headwater.backends.remote.group import GroupStream
 from headwater.backends.remote.link import LinkLost, ServerInfo
+from headwater.backends.router.options import RouterOptions
+from headwater.backends.vllm import weights
+from headwater.backends.vllm.http import INSIDE
 from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ArrivalError,
-    Arriving,
-    GroupReader,
-    LentMemory,
     ReceivedSums,
     SlotReader,
-    join_group,
 )
 from headwater.backends.vllm.weights import Handover, SlotStream, WorkerCalls, check_transfer, make_stream
 from headwater.config.load import load_config
@@ -41,68 +43,77 @@ from headwater.models.checksum import checksum
 from headwater.weights import shared_memory
 from headwater.weights.memory import in_buckets
 
+sys.path.append(str(INSIDE))  # as in the workers
+import headwater_vllm_weights
+from headwater_vllm_worker import Worker
+
 LIMIT_S = 60.0
 CPU = torch.device("cpu")
 INFO = ServerInfo("0.32", "model", "float32", "one", 64, 4, "cpu", labels_tokens=True, can_sleep=False)
 
 
+class LoadingWorker(Worker):  # type: ignore[misc]
+    """The methods of a worker of vLLM, on what stands for vLLM's own."""
+
+    device = CPU
+    model_runner = SimpleNamespace(get_model=torch.nn.Module)
+
+    def __init__(self, rank: int, workers: Workers) -> None:
+        self.rank = rank
+        self._workers = workers
+
+    def reload_weights(self, weights_path: str = "", weights_iterator: Any = ()) -> None:
+        received = self._workers.received[self.rank] = {}
+        tensors = iter(weights_iterator)
+        if self._workers.load is not None:
+            self._workers.load(self.rank, tensors)
+        for name, tensor in tensors:
+            assert name not in received
+            received[name] = tensor  # kept while slots are filled again, as vLLM keeps parts of a layer
+            time.sleep(self._workers.seconds_per_tensor)
+
+    def _headwater_finish(self, model: Any) -> None:
+        """There are no layers of vLLM."""
+
+
 @dataclass
 class Workers(WorkerCalls):
-    """Readers in threads, as the workers of a server read, that keep what a loader of vLLM gets."""
+    """The workers of a server in threads, and vLLM's executor, which has a queue of answers for each of them."""
 
     count: int
     seconds_per_tensor: float = 0.0
     received: list[dict[str, torch.Tensor]] = field(default_factory=list)
     label: str = ""
     url: str = "http://127.0.0.1"
-    load: Callable[[int, Arriving], None] | None = None
-    """What rank and stream do, instead of keeping everything."""
+    load: Callable[[int, Iterator[tuple[str, torch.Tensor]]], None] | None = None
+    """What a worker of that rank does with a stream before it keeps the rest."""
 
     def __post_init__(self) -> None:
-        self._memory: list[LentMemory | None] = [None] * self.count
-        self._groups: list[Any] = [None] * self.count
+        self.workers = [LoadingWorker(rank, self) for rank in range(self.count)]
+        self.answers: list[deque[Any]] = [deque() for _ in range(self.count)]
         self.received = [{} for _ in range(self.count)]
         self._calls = asyncio.Lock()
         """Workers do one call after the other."""
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+    async def ask_workers(self, method: str, arguments: Mapping[str, Any], **options: Any) -> Sequence[Any]:
         async with self._calls:
             ranks = range(self.count)
-            return await asyncio.gather(*(asyncio.to_thread(self._call, rank, method, arguments) for rank in ranks))
+            await asyncio.gather(*(asyncio.to_thread(self._call, rank, method, arguments) for rank in ranks))
+            results = []
+            for answers in self.answers:
+                if isinstance(result := answers.popleft(), Exception):
+                    raise RolloutFailed(f"Worker failed with error '{result}'")  # the answers of the others stay
+                results.append(result)
+            return results
 
     async def use_loaded(self, label: str) -> None:
         self.label = label
 
-    def _call(self, rank: int, method: str, arguments: dict[str, Any]) -> Any:
-        if method == "headwater_join_group":
-            self._groups[rank] = join_group(rank=rank + 1, **arguments)
-            return None
-        if method == "headwater_leave_group":
-            self._groups[rank] = None
-            return None
-        if method == "headwater_receive_group":
-            order = {key: value for key, value in arguments.items() if key != "name"}
-            return self._receive(rank, GroupReader(self._groups[rank], CPU, **order))
+    def _call(self, rank: int, method: str, arguments: Mapping[str, Any]) -> None:
         try:
-            reader = SlotReader(rank, CPU, kept=self._memory[rank], **arguments)
-        except ArrivalError as error:
-            return {"failure": str(error)}
-        self._memory[rank] = reader.memory
-        try:
-            return self._receive(rank, reader)
-        except BaseException:
-            reader.give_up()
-            raise
-
-    def _receive(self, rank: int, arriving: Arriving) -> dict[str, str]:
-        self.received[rank] = {}
-        if self.load is not None:
-            self.load(rank, arriving)
-        for name, tensor in arriving.tensors():
-            assert name not in self.received[rank]
-            self.received[rank][name] = tensor  # kept while slots are filled again, as vLLM keeps parts of a layer
-            time.sleep(self.seconds_per_tensor)
-        return {"failure": arriving.failure} if arriving.failure else {"checksum": arriving.checksum()}
+            self.answers[rank].append(getattr(self.workers[rank], method)(**arguments))
+        except Exception as error:  # noqa: BLE001  as vLLM's worker does
+            self.answers[rank].append(error)
 
 
 def info_of(workers: Workers) -> ServerInfo:
@@ -196,6 +207,25 @@ def test_workers_receive_whole_tensors_over_a_group():
     assert workers.label == "1"
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: SlotStream(torch.float32, limit_s=4.0), lambda: GroupStream("gloo", torch.float32)]
+)
+def test_workers_wait_longer_than_a_router_waits_for_another_server(small_slots, monkeypatch, make):
+    assert 2 * RouterOptions().update_bucket_limit_s < weights.ARRIVE_LIMIT_S
+    for module in (weights, group):
+        monkeypatch.setattr(module, "LIMIT_S", 4.0)  # for joining a group
+    tensors = tensors_of([[40]] * 8)
+
+    def held_up() -> Iterator[Bucket]:
+        yield list(tensors.items())[:4]
+        time.sleep(6.0)
+        yield list(tensors.items())[4:]
+
+    workers = Workers(2)
+    sent(make(), workers, update_of(tensors, held_up()))
+    assert_received(workers, tensors, torch.float32)
+
+
 @pytest.mark.parametrize("make", [lambda: SlotStream(torch.float32), lambda: GroupStream("gloo", torch.float32)])
 def test_a_stream_with_a_wrong_tensor_ends_on_both_sides(small_slots, make):
     tensors = tensors_of([[40]] * 8)
@@ -234,23 +264,74 @@ def test_the_next_update_succeeds_after_one_that_failed(small_slots):
 
 
 def test_a_worker_that_cannot_load_ends_the_update_for_all(small_slots):
-    def load(rank: int, arriving: Arriving) -> None:
+    def load(rank: int, tensors: Iterator[Any]) -> None:
         if rank == 1:
-            next(arriving.tensors())
-            arriving.failure = "vLLM cannot load a layer"
+            next(tensors)
             raise RuntimeError("vLLM cannot load a layer")
 
     workers, began = Workers(3, load=load), time.monotonic()
-    with pytest.raises((RolloutFailed, RuntimeError), match="cannot load"):
+    with pytest.raises(RolloutFailed, match="worker 1: RuntimeError: vLLM cannot load a layer"):
         sent(SlotStream(torch.float32), workers, update_of(tensors_of([[40]] * 12)))
     assert time.monotonic() - began < LIMIT_S
 
 
+def test_a_worker_without_the_slots_ends_the_update_at_once(small_slots, monkeypatch):
+    opened = headwater_vllm_weights.LentMemory
+
+    def open_or_fail(name: str, size: int, *, device: Any = None) -> Any:
+        if device is not None and threading.current_thread() is not first.setdefault(
+            "thread", threading.current_thread()
+        ):
+            raise headwater_vllm_weights.ArrivalError("this worker has another /dev/shm")
+        return opened(name, size, device=device)
+
+    first: dict[str, Any] = {}
+    monkeypatch.setattr(headwater_vllm_weights, "LentMemory", open_or_fail)
+    workers, began = Workers(2), time.monotonic()
+    with pytest.raises(RolloutFailed, match=r"worker \d: this worker has another /dev/shm"):
+        sent(SlotStream(torch.float32, limit_s=LIMIT_S), workers, update_of(tensors_of([[40]] * 12)))
+    assert time.monotonic() - began < LIMIT_S / 2
+
+
+def test_calls_after_one_that_failed_get_their_own_answers():
+    """vLLM's executor leaves the answers of later workers unread if one raises, and the next call would get them."""
+    failing = [0, 1]
+
+    def load(rank: int, tensors: Iterator[Any]) -> None:
+        if rank in failing:
+            raise RuntimeError("the disk is full")
+
+    workers = Workers(2, load=load)
+
+    async def call() -> None:
+        for method, arguments in (
+            ("headwater_reload", {"folder": "x"}),
+            ("headwater_join_group", {"address": "127.0.0.1", "port": 1, "name": "g", "size": 3, "limit_s": 0.1}),
+            ("headwater_load_adapters", {"folder": "x"}),  # vLLM is not installed here
+        ):
+            with pytest.raises(RolloutFailed, match=rf"{method}: worker 0: .*; worker 1: .*"):
+                await workers.call_workers(method, **arguments)
+        failing.remove(0)
+        with pytest.raises(RolloutFailed, match="headwater_reload: worker 1: RuntimeError: the disk is full"):
+            await workers.call_workers("headwater_reload", folder="x")
+        failing.clear()
+        await workers.call_workers("headwater_reload", folder="x")
+
+    asyncio.run(call())
+
+
+def test_an_answer_to_another_call_is_an_error():
+    workers = Workers(2)
+    workers.answers[1].append({"checksum": "float32-old", "call": "old"})
+    with pytest.raises(RolloutFailed, match="worker 1: its answer belongs to another call"):
+        asyncio.run(workers.call_workers("headwater_reload", folder="x"))
+
+
 def test_different_weights_of_two_workers_are_an_error():
     class Damaging(Workers):
-        def _receive(self, rank: int, arriving: Arriving) -> dict[str, str]:
-            answer = super()._receive(rank, arriving)
-            return answer if rank else {"checksum": "float32-other"}
+        async def ask_workers(self, method: str, arguments: Mapping[str, Any], **options: Any) -> Sequence[Any]:
+            first, *others = await super().ask_workers(method, arguments)
+            return [{**first, "checksum": "float32-other"}, *others]
 
     with pytest.raises(RolloutFailed, match="different weights"):
         sent(SlotStream(torch.float32), Damaging(2), update_of(tensors_of([[4]])))
@@ -259,7 +340,7 @@ def test_different_weights_of_two_workers_are_an_error():
 def test_a_worker_that_hangs_is_named_after_the_limit(small_slots):
     release = threading.Event()
 
-    def load(rank: int, arriving: Arriving) -> None:
+    def load(rank: int, tensors: Iterator[Any]) -> None:
         if rank == 1:
             release.wait(LIMIT_S)
 
@@ -277,7 +358,7 @@ def test_a_worker_that_hangs_is_named_after_the_limit(small_slots):
 
 def test_a_server_that_ends_during_an_update_is_lost(small_slots):
     class Ending(Workers):
-        async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+        async def ask_workers(self, method: str, arguments: Mapping[str, Any], **options: Any) -> Sequence[Any]:
             raise LinkLost("the connection broke")
 
     with pytest.raises(LinkLost, match="the connection broke"):
@@ -287,7 +368,7 @@ def test_a_server_that_ends_during_an_update_is_lost(small_slots):
 def test_an_engine_that_is_closed_does_not_wait_for_its_update(small_slots):
     begun = threading.Event()
 
-    def load(rank: int, arriving: Arriving) -> None:
+    def load(rank: int, tensors: Iterator[Any]) -> None:
         begun.set()
         time.sleep(0.2)
 
@@ -302,6 +383,33 @@ def test_an_engine_that_is_closed_does_not_wait_for_its_update(small_slots):
         await stream.end()
 
     asyncio.run(close_while_it_sends())
+
+
+def test_an_update_begins_when_the_sender_of_the_one_before_has_ended(small_slots):
+    tensors, begun, released = tensors_of([[40]] * 8), threading.Event(), threading.Event()
+
+    def held_up() -> Iterator[Bucket]:
+        yield list(tensors.items())[:4]
+        begun.set()
+        released.wait(LIMIT_S)
+        yield list(tensors.items())[4:]
+
+    async def run() -> None:
+        stream, workers = SlotStream(torch.float32, limit_s=0.5), Workers(1)
+        first = asyncio.create_task(
+            stream.load(workers, info_of(workers), update_of(tensors, held_up()), "1", flush=True)
+        )
+        await asyncio.to_thread(begun.wait, LIMIT_S)
+        first.cancel()
+        await asyncio.wait({first})
+        with pytest.raises(RolloutFailed, match="the update before has not ended"):
+            await stream.load(workers, info_of(workers), update_of(tensors), "2", flush=True)
+        released.set()
+        await stream.load(workers, info_of(workers), update_of(tensors), "3", flush=True)
+        assert workers.label == "3"
+        await stream.end()
+
+    asyncio.run(run())
 
 
 def readers(handover: Handover, slots: shared_memory.SlotSender, limit_s: float) -> SlotReader:
@@ -366,6 +474,14 @@ def test_nothing_is_left_in_shared_memory(small_slots):
     before = set(Path("/dev/shm").iterdir())
     sent(SlotStream(torch.float32), Workers(2), update_of(tensors_of([[40]] * 12)))
     assert set(Path("/dev/shm").iterdir()) <= before | {Path("/dev/shm/sem.mp")}
+
+
+def test_workers_do_not_keep_the_slots_of_a_run_that_has_ended(small_slots):
+    """Memory that has no name any more still takes space in /dev/shm while a process has it mapped."""
+    workers = Workers(2)
+    sent(SlotStream(torch.float32), workers, update_of(tensors_of([[40]] * 12)))
+    assert workers.received[0]
+    assert [worker._headwater_memory for worker in workers.workers] == [None, None]
 
 
 # What a server can do

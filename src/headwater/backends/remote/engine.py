@@ -10,11 +10,11 @@ import atexit
 import itertools
 import os
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -30,7 +30,15 @@ from headwater.backends.remote.servers import ConnectedServer, HttpLink, Launche
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.remote.thread import Deliver, EngineThread
 from headwater.core.capabilities import ALL_TAGS, Capabilities, EngineStatus, MemoryTag, UpdateMode, check_features
-from headwater.core.errors import ConfigError, HeadwaterError, RequestError, RolloutFailed, ServerLost, WeightsError
+from headwater.core.errors import (
+    ConfigError,
+    HeadwaterError,
+    RequestError,
+    RolloutFailed,
+    ServerLost,
+    TransferLost,
+    WeightsError,
+)
 from headwater.core.protocols import EngineLimits, WeightFile, WeightUpdate
 from headwater.core.requests import Delta, ModelRequest, ModelResponse, SamplingParams, wrong_stop
 from headwater.core.waits import ENGINE_CALL_LIMIT_S, ENGINE_START_LIMIT_S
@@ -62,6 +70,12 @@ class RemoteEngine:
         self._numbers = itertools.count()
         self._newest: WeightFile | None = None
         """Kept until the next version, because a process that replaces this one reads it."""
+        self._choosing = threading.Lock()
+        self._chosen_for: str | None = None
+        """The process for which ``_chosen`` was made."""
+        self._chosen: WeightStream | None = None
+        self._replaced: list[WeightStream] = []
+        """Streams to processes that took weights in another way, which end before the next update."""
         self._resources = ExitStack()
         self._thread = EngineThread(f"headwater-{self.program.lower()}-engine")
         atexit.register(self.close)
@@ -180,9 +194,18 @@ class RemoteEngine:
         assert self._session.info is not None, "started"
         return self._session.info
 
-    @cached_property
+    @property
     def _stream(self) -> WeightStream | None:
-        return self._make_stream()
+        """Chosen again for every process: one that was restarted with other options may take weights in another way."""
+        instance = self._info.instance
+        with self._choosing:
+            if instance != self._chosen_for:
+                chosen, before = self._make_stream(), self._chosen
+                if type(chosen) is not type(before):
+                    self._chosen = chosen
+                    self._replaced += [before] if before is not None else []
+                self._chosen_for = instance
+            return self._chosen
 
     # What it is
 
@@ -361,12 +384,16 @@ class RemoteEngine:
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:
         stream = self._stream
+        while self._replaced:
+            self._do(self._replaced.pop().end(), f"{self._name} ends a stream of weights")
         if stream is None:
             self._send_file(update, mode)
             return
 
-        def load(link: ServerLink, label: str) -> Coroutine[Any, Any, None]:
-            return stream.load(link, self._info, update, label, flush=mode != "in_flight")
+        async def load(link: ServerLink, label: str) -> None:
+            if self._stream is not stream:
+                raise TransferLost(f"{self._name}: a process that takes weights in another way has replaced the server")
+            await stream.load(link, self._info, update, label, flush=mode != "in_flight")
 
         self._update(update.version, mode, load)
 
@@ -440,8 +467,9 @@ class RemoteEngine:
             self._resources.close()
 
     async def _end(self) -> None:
-        if (stream := self.__dict__.get("_stream")) is not None:  # it has been used
-            await stream.end()
+        for stream in (*self._replaced, self._chosen):
+            if stream is not None:
+                await stream.end()
         await self._session.end()
         await self._server.end()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -32,6 +32,8 @@ from headwater.weights.collective import LIMIT_S
 from headwater.weights.links import Link, Meeting, host_store, own_address
 from headwater.weights.memory import as_announced
 
+_LAST_ANSWER_S = 10.0
+"""How long the answer of a call may take after the group was given up. It says more than the sender knows."""
 _LAST_CALL_S = 600.0
 """How long a server may take for what follows the last tensor of a call."""
 Part = tuple[Sequence[str], Iterable[torch.Tensor]]
@@ -188,10 +190,20 @@ class GroupSender:
                 self._group.broadcast(ready).wait()
             except WeightsError as error:
                 self.close()
-                reason = call.exception() if call.done() else None
-                call.cancel()
-                raise reason or LinkLost(str(error)) from error
+                raise self._reason(call) or LinkLost(str(error)) from error
         return wait_for_future(call, lambda: "the server uses the weights", kind="weights", hard_limit_s=_LAST_CALL_S)
+
+    def _reason(self, call: Future[str]) -> BaseException | None:
+        """Why a call failed whose group has broken; None if it does not tell.
+
+        The other members of the group notice its end, and a call that receives all tensors then returns. A call for
+        one bucket of many may wait for what follows.
+        """
+        try:
+            return call.exception(_LAST_ANSWER_S if self.link.takes_whole else 0)
+        except (TimeoutError, CancelledError):
+            call.cancel()
+            return None
 
 
 def _begun(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -20,7 +20,7 @@ from headwater.core.errors import RequestError, RolloutFailed, WaitTimeout
 from headwater.core.processes import allow_many_descriptors
 from headwater.core.waits import named_wait
 
-_CALL_LIMIT_S = 600.0
+CALL_LIMIT_S = 600.0
 """For one control call. Loading the weights of a large model from a slow disk takes minutes."""
 _HEALTH_LIMIT_S = 20.0
 _CONNECT_LIMIT_S = 10.0
@@ -99,7 +99,7 @@ class HttpCalls:
         body: Mapping[str, Any] | None = None,
         *,
         params: Any = None,
-        limit_s: float = _CALL_LIMIT_S,
+        limit_s: float = CALL_LIMIT_S,
         is_text: bool = False,
     ) -> dict[str, Any]:
         """A control call. ``is_text`` is for answers that are not JSON and of which only the status matters."""

@@ -144,7 +144,11 @@ class WeightStream(Protocol):
     """Of what has arrived, as the processes of the server have computed it; empty if they tell none."""
 
     async def load(self, link: Any, info: ServerInfo, update: WeightUpdate, label: str, *, flush: bool) -> None:
-        """Return when the server uses the weights under this label. ``flush`` empties its cache of prompts."""
+        """Return when the server uses the weights under this label.
+
+        ``flush`` empties the cache of prompts of servers that share it among all versions. vLLM ignores it, because its
+        cache is separate for every version, and is emptied by the pause before an update.
+        """
         ...
 
     async def end(self) -> None: ...

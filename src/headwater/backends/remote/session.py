@@ -406,12 +406,21 @@ class RemoteSession:
         except (WeightsIncomplete, TransferLost):
             raise
         except (RequestError, RolloutFailed, WeightsError) as error:
+            await self._check_survived(link, error)
             raise WeightsIncomplete(
                 f"{self.name}: loading version {version} failed, and its weights may be parts of two versions; it "
                 f"generates nothing until an update succeeds: {error}"
             ) from error
         self.weights.version, self.weights.label, self.weights.is_needed = version, label, False
         self.weights.labels[label] = version
+
+    async def _check_survived(self, link: ServerLink, error: HeadwaterError) -> None:
+        """Raise ``LinkLost`` if an update failed because a process of the server has ended. The server may still answer
+        with an error then, but the weights must be sent again to the process that replaces it."""
+        try:
+            await link.check_alive()
+        except (LinkLost, WaitTimeout, RolloutFailed) as silence:
+            raise LinkLost(f"{error}; afterwards: {silence}") from error
 
     async def _label(self, link: ServerLink) -> None:
         assert self.info is not None, "attaching"

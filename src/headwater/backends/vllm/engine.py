@@ -20,7 +20,7 @@ from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerL
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.vllm.adapters import check_adapters
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
-from headwater.backends.vllm.weights import check_transfer, make_stream
+from headwater.backends.vllm.weights import WorkerCalls, check_transfer, make_stream
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities, UpdateMode
 from headwater.core.errors import BaseMissing, ConfigError, RequestError, WeightsError
@@ -84,6 +84,8 @@ class VllmEngine(RemoteEngine):
         if context.owns_weights:
             check_transfer(context.config, info, where, _OPTIONS)
             check_reload(info, model, where)
+            if info.receives_weights and isinstance(link, WorkerCalls):
+                await link.release_slots()  # of an earlier run, which may have been killed
             if context.config.rollout.publish == "adapter":
                 await check_adapters(link, info, context, model, where)
         await check_vocabulary(link, model, where)

@@ -7,7 +7,7 @@ from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headwater.backends.remote.http import HttpCalls
+from headwater.backends.remote.http import CALL_LIMIT_S, HttpCalls
 from headwater.backends.remote.link import PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.vllm.weights import WorkerCalls
 from headwater.backends.vllm.wire import ADAPTERS, dialect_of, read_event, write_request
@@ -30,7 +30,7 @@ class VllmLink(WorkerCalls, HttpCalls):
         super().__init__(url, api_key)
         self._reads_images = reads_images
         self._dialect = dialect_of("0.23")
-        self._reload = "reload_weights"
+        self._has_own_worker = False
 
     async def describe(self) -> ServerInfo:
         version = (await self._call("GET", "/version"))["version"]
@@ -50,7 +50,7 @@ class VllmLink(WorkerCalls, HttpCalls):
             raise RolloutFailed(
                 f"{self.url}/server_info: {type(error).__name__}: {error}; is this a vLLM server of a known version?"
             ) from error
-        self._reload = "headwater_reload" if info.has_own_worker else "reload_weights"
+        self._has_own_worker = info.has_own_worker
         return info
 
     async def _told(self) -> Mapping[str, Any]:
@@ -83,12 +83,17 @@ class VllmLink(WorkerCalls, HttpCalls):
         await self._call("POST", "/resume")
 
     async def reload(self, folder: str, label: str, *, keeps_cache: bool = False) -> None:
-        argument = "folder" if self._reload == "headwater_reload" else "weights_path"
-        await self.call_workers(self._reload, **{argument: folder})
+        if self._has_own_worker:
+            await self.call_workers("headwater_reload", folder=folder)
+        else:
+            await self.ask_workers("reload_weights", {"weights_path": folder})
         await self.use_loaded(label)
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
-        answer = await self._call("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], *, call_limit_s: float = CALL_LIMIT_S
+    ) -> Sequence[Any]:
+        body = {"method": method, "kwargs": arguments}
+        answer = await self._call("POST", "/collective_rpc", body, limit_s=call_limit_s)
         results: Sequence[Any] = answer.get("results") or ()
         return results
 
@@ -100,8 +105,7 @@ class VllmLink(WorkerCalls, HttpCalls):
 
     async def adapter_problem(self, layers: Sequence[str]) -> str:
         """Why the server cannot compute adapters of these layers; empty if it can."""
-        call = {"method": "headwater_adapter_problem", "kwargs": {"layers": list(layers)}}
-        problem: str = (await self._call("POST", "/collective_rpc", call))["results"][0]["problem"]
+        problem: str = (await self.call_workers("headwater_adapter_problem", layers=list(layers)))[0]["problem"]
         return problem
 
     async def load_adapters(self, folder: str, label: str) -> None:
@@ -117,9 +121,8 @@ class VllmLink(WorkerCalls, HttpCalls):
 
     async def _load_adapters(self, folder: str, *, is_new: bool) -> bool:
         """Whether the workers know which adapters are meant, and have loaded them."""
-        call = {"method": "headwater_load_adapters", "kwargs": {"folder": folder, "is_new": is_new}}
-        is_loaded: bool = (await self._call("POST", "/collective_rpc", call))["results"][0]["is_loaded"]
-        return is_loaded
+        answers = await self.call_workers("headwater_load_adapters", folder=folder, is_new=is_new)
+        return all(answer["is_loaded"] for answer in answers)
 
     async def set_label(self, label: str) -> bool:
         if self._dialect.labels_tokens:

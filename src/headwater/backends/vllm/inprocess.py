@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headwater.backends import BackendContext
+from headwater.backends.remote.http import CALL_LIMIT_S
 from headwater.backends.remote.link import Garbage, LinkLost, PauseMode, Sending, ServerInfo, StreamedTokens
 from headwater.backends.remote.session import RemoteSession
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER
@@ -186,9 +187,12 @@ class InProcessLink(WorkerCalls):
         await self.call_workers("headwater_reload", folder=folder)
         await self.use_loaded(label)
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], *, call_limit_s: float = CALL_LIMIT_S
+    ) -> Sequence[Any]:
+        """vLLM in this process cannot be lost without an error, so its calls have no limit."""
         with _engine_errors(f"calls {method}"):
-            answers: Sequence[Any] = await self._engine.collective_rpc(method, kwargs=arguments)
+            answers: Sequence[Any] = await self._engine.collective_rpc(method, kwargs=dict(arguments))
             return answers
 
     async def use_loaded(self, label: str) -> None:
@@ -200,15 +204,11 @@ class InProcessLink(WorkerCalls):
 
     async def adapter_problem(self, layers: Sequence[str]) -> str:
         """Why vLLM cannot compute adapters of these layers; empty if it can."""
-        with _engine_errors("tells which layers may have adapters"):
-            told = await self._engine.collective_rpc("headwater_adapter_problem", kwargs={"layers": list(layers)})
-        problem: str = told[0]["problem"]
+        problem: str = (await self.call_workers("headwater_adapter_problem", layers=list(layers)))[0]["problem"]
         return problem
 
     async def load_adapters(self, folder: str, label: str) -> None:
-        with _engine_errors(f"loads the adapters of {folder}"):
-            arguments = {"folder": folder, "number": _ADAPTERS_ID}
-            await self._engine.collective_rpc("headwater_load_adapters", kwargs=arguments)
+        await self.call_workers("headwater_load_adapters", folder=folder, number=_ADAPTERS_ID)
         await self.set_label(label)
 
     async def set_label(self, label: str) -> bool:

@@ -13,6 +13,8 @@ side holds a second copy of the model.
 from __future__ import annotations
 
 import asyncio
+import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -21,7 +23,8 @@ from typing import Any
 import torch
 
 from headwater.backends.remote.group import GroupStream
-from headwater.backends.remote.link import ServerInfo, WeightStream
+from headwater.backends.remote.http import CALL_LIMIT_S
+from headwater.backends.remote.link import LinkLost, ServerInfo, WeightStream
 from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ABANDONED,
     COMPLETE,
@@ -34,7 +37,7 @@ from headwater.backends.vllm.inside.headwater_vllm_weights import (
 )
 from headwater.config.schema import Config
 from headwater.config.server_checks import chosen_transfer, transfer_problem
-from headwater.core.errors import ConfigError, RolloutFailed
+from headwater.core.errors import ConfigError, HeadwaterError, RolloutFailed
 from headwater.core.protocols import WeightUpdate
 from headwater.core.waits import poll, wait_for_future
 from headwater.weights.collective import LIMIT_S
@@ -43,8 +46,11 @@ from headwater.weights.segments import Segment
 from headwater.weights.shared_memory import NUM_SLOTS, SlotSender, slot_size
 
 SLOT_LIMIT_S = 120.0
-"""How long a worker waits for the next slot, and the sender until a slot has been copied. The learner may gather its
-weights meanwhile, or wait for the slowest of several servers."""
+"""How long the sender waits until a slot has been copied."""
+ARRIVE_LIMIT_S = 600.0
+"""How long a worker waits for the next weights. The learner may gather them meanwhile, or wait for another server that
+does not answer, which a router drops only after ``update_bucket_limit_s``. The healthy servers must not give up before.
+A sender that has ended is noticed at once: by its lock, or by its connection."""
 _LOAD_LIMIT_S = 600.0
 """How long vLLM may take for what follows the last slot."""
 _POLL_S = 0.0005
@@ -92,9 +98,23 @@ class WorkerCalls:
 
     takes_whole = True
 
-    async def call_workers(self, method: str, **arguments: Any) -> Sequence[Any]:
-        """Call a method of ``inside/headwater_vllm_worker.py`` on every worker."""
+    async def ask_workers(
+        self, method: str, arguments: Mapping[str, Any], *, call_limit_s: float = CALL_LIMIT_S
+    ) -> Sequence[Any]:
+        """Call a method on every worker, and return what each of them answers."""
         raise NotImplementedError
+
+    async def call_workers(
+        self, method: str, *, call_limit_s: float = CALL_LIMIT_S, **arguments: Any
+    ) -> Sequence[Mapping[str, Any]]:
+        """Call a method of ``inside/headwater_vllm_worker.py``. ``RolloutFailed`` names every worker that failed."""
+        call = secrets.token_hex(8)
+        answers = await self.ask_workers(method, {**arguments, "call": call}, call_limit_s=call_limit_s)
+        problems = [(rank, _problem_of(answer, call)) for rank, answer in enumerate(answers)]
+        failures = [f"worker {rank}: {problem}" for rank, problem in problems if problem]
+        if failures or not answers:
+            raise RolloutFailed(f"{method}: {'; '.join(failures) or 'no worker has answered'}")
+        return answers
 
     async def use_loaded(self, label: str) -> None:
         """The workers have loaded weights: forget what the old ones have made, and label the new ones."""
@@ -102,7 +122,11 @@ class WorkerCalls:
 
     async def receive_slots(self, order: Mapping[str, Any], label: str) -> str:
         """Return the checksum of what the workers have received."""
-        return await self._loaded(await self.call_workers("headwater_receive_slots", **order), label)
+        return await self._loaded("headwater_receive_slots", order, label)
+
+    async def release_slots(self) -> None:
+        """Unmap the slots of a run that has ended, or is about to."""
+        await self.call_workers("headwater_release_slots", call_limit_s=_LAST_ANSWER_S)
 
     async def join_group(self, body: Mapping[str, Any]) -> None:
         await self.call_workers(
@@ -126,28 +150,37 @@ class WorkerCalls:
     async def receive(self, body: Mapping[str, Any]) -> str:
         (dtype,) = set(body["dtypes"])
         order = {"name": body["group_name"], "names": body["names"], "shapes": body["shapes"], "dtype": dtype}
-        return await self._loaded(await self.call_workers("headwater_receive_group", **order), body["weight_version"])
+        order["limit_s"] = ARRIVE_LIMIT_S
+        return await self._loaded("headwater_receive_group", order, body["weight_version"])
 
-    async def _loaded(self, answers: Sequence[Mapping[str, str]], label: str) -> str:
-        failures = [f"worker {rank}: {answer['failure']}" for rank, answer in enumerate(answers) if "failure" in answer]
-        if failures:
-            raise RolloutFailed("; ".join(failures))
-        checksums = {answer["checksum"] for answer in answers}
+    async def _loaded(self, method: str, order: Mapping[str, Any], label: str) -> str:
+        # One call receives the whole model. Every slot and every tensor has its own limit.
+        answers = await self.call_workers(method, call_limit_s=math.inf, **order)
+        checksums: set[str] = {answer["checksum"] for answer in answers}
         if len(checksums) != 1:
             raise RolloutFailed(f"the workers have received different weights: {', '.join(sorted(checksums))}")
         await self.use_loaded(label)
         return checksums.pop()
 
 
+def _problem_of(answer: Any, call: str) -> str:
+    """Why a worker has not done what a call asks for; empty if it has."""
+    if not isinstance(answer, Mapping) or answer.get("call") != call:
+        return "its answer belongs to another call, so vLLM has mixed up the answers of its workers; restart the server"
+    return str(answer.get("failure", ""))
+
+
 class SlotStream:
     """A ``WeightStream`` through shared memory. The slots of the first update are used again by the others."""
 
     def __init__(self, dtype: torch.dtype, *, limit_s: float = SLOT_LIMIT_S) -> None:
-        """``dtype`` is the number type of the server, ``limit_s`` how long the next slot may take on either side."""
+        """``dtype`` is the number type of the server, ``limit_s`` how long the workers may take to copy a slot."""
         self.checksum = ""
         self._dtype = dtype
         self._limit_s = limit_s
         self._slots: SlotSender | None = None
+        self._link: WorkerCalls | None = None
+        """To the workers that have the slots mapped."""
         self._sending: asyncio.Task[str] | None = None
         self._is_given_up = False
 
@@ -157,7 +190,10 @@ class SlotStream:
         def call(order: Mapping[str, Any]) -> Future[str]:
             return asyncio.run_coroutine_threadsafe(link.receive_slots(order, label), loop)
 
-        self._is_given_up = False
+        await self._give_up()
+        if self._sending is not None and not self._sending.done():
+            raise RolloutFailed("the update before has not ended: its sender still reads the learner's weights")
+        self._is_given_up, self._link = False, link
         self._sending = asyncio.create_task(asyncio.to_thread(self._send, update, info.num_workers, call))
         try:
             self.checksum = await asyncio.shield(self._sending)
@@ -178,6 +214,10 @@ class SlotStream:
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
+        link, self._link = self._link, None
+        if link is not None:
+            with suppress(LinkLost, HeadwaterError):  # the server may have ended, and its memory with it
+                await link.release_slots()
 
     # On the thread that sends
 
@@ -192,7 +232,7 @@ class SlotStream:
                 "slots": slots.name,
                 "slot_bytes": slots.slot_bytes,
                 "num_workers": num_workers,
-                "limit_s": self._limit_s,
+                "limit_s": ARRIVE_LIMIT_S,
             }
             answer: Future[str] | None = None
 

@@ -131,8 +131,12 @@ class SlotReader(Arriving):
         self._limit_s = limit_s
         self._handover = LentMemory(handover, 8 * num_words)
         self._words = memoryview(self._handover.buffer).cast("q")
-        if kept is None or kept.name != slots:
-            kept = LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
+        try:
+            if kept is None or kept.name != slots:
+                kept = LentMemory(slots, NUM_SLOTS * slot_bytes, device=device)
+        except BaseException:
+            self.give_up()  # the answer of this worker is seen only when all workers have ended
+            raise
         self.memory = kept
 
     def _arrive(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -266,19 +270,29 @@ class GroupReader(Arriving):
     """Receives whole tensors in the order in which they were announced."""
 
     def __init__(
-        self, group: Any, device: torch.device, *, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: str
+        self,
+        group: Any,
+        device: torch.device,
+        *,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        dtype: str,
+        limit_s: float,
     ) -> None:
+        """``limit_s`` is how long the next tensor may take, which may be longer than joining the group."""
         super().__init__(device, names, shapes, dtype)
         self._group = group
+        self._limit_s = limit_s
 
     def _arrive(self) -> Iterator[tuple[str, torch.Tensor]]:
         from torch.distributed import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank = 0
+        options.timeout = timedelta(seconds=self._limit_s)
         for name, shape in self._named:
             tensor = torch.empty(shape, dtype=self._dtype)
-            self._group.broadcast([tensor], options).wait()  # ends at the group's time limit
+            self._group.broadcast([tensor], options).wait()
             yield name, tensor.to(self._device)
 
 

@@ -5,7 +5,9 @@ Headwater is not installed in that environment, so this file uses only what vLLM
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +23,25 @@ from headwater_vllm_weights import (  # type: ignore[import-not-found]  # its fo
 logger = logging.getLogger("vllm.headwater")  # below vLLM's own, which has a handler
 
 
+def _answered(method: Callable[..., dict[str, Any] | None]) -> Callable[..., dict[str, Any]]:
+    """Let a method return why it failed instead of raising, with the ``call`` that it answers.
+
+    vLLM reads the answers of tensor-parallel workers one after another, and stops at the first one that raised. It
+    would then take the unread answers of the others for those of the next call.
+    """
+
+    @functools.wraps(method)
+    def answer(self: Worker, *, call: str = "", **arguments: Any) -> dict[str, Any]:
+        try:
+            told = method(self, **arguments) or {}
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            told = {"failure": f"{type(error).__name__}: {error}"}
+        return {**told, "call": call}
+
+    return answer
+
+
 class Worker:
     """Methods in addition to those of vLLM's worker, whose class it becomes a base of."""
 
@@ -29,6 +50,7 @@ class Worker:
     _headwater_group: Any = None
     """Name and process group over which weights come."""
 
+    @_answered
     def headwater_describe(self) -> dict[str, Any]:
         """The settings that ``/server_info`` tells too, which takes half a minute for other things."""
         from vllm import envs
@@ -59,6 +81,7 @@ class Worker:
             "loads_adapters": bool(envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
         }
 
+    @_answered
     def headwater_adapter_problem(self, layers: list[str]) -> dict[str, str]:
         """Which of these layers of the run's model cannot have adapters in vLLM's; an empty text if all can.
 
@@ -85,6 +108,7 @@ class Worker:
             "problem": f"it cannot compute adapters of {len(missing)} layers, such as {missing[0]}" if missing else ""
         }
 
+    @_answered
     def headwater_load_adapters(self, folder: str, is_new: bool = False, number: int = 0) -> dict[str, bool]:
         """Load the adapters of a folder in place of those before. Requests in progress continue with them.
 
@@ -101,10 +125,12 @@ class Worker:
             worker.add_lora(LoRARequest(lora_name="headwater", lora_int_id=number, lora_path=folder, load_inplace=True))
         return {"is_loaded": number > 0}
 
+    @_answered
     def headwater_reload(self, folder: str) -> None:
         """Load the safetensors files of a folder."""
         self._headwater_load(weights_path=folder)
 
+    @_answered
     def headwater_receive_slots(self, **order: Any) -> dict[str, str]:
         """Load weights from shared memory. Returns their checksum, or why they did not arrive completely."""
         worker: Any = self
@@ -119,24 +145,33 @@ class Worker:
             reader.give_up()  # so that the others learn it before they wait for their next slot in vain
             raise
 
+    @_answered
+    def headwater_release_slots(self) -> None:
+        """Unmap the slots of the last update. Shared memory is free again only when no process has it mapped."""
+        self._headwater_memory = None
+
+    @_answered
     def headwater_join_group(self, address: str, port: int, name: str, size: int, limit_s: float) -> None:
         """Join the group over which weights come, as the member after those of smaller ranks."""
         worker: Any = self
         self._headwater_group = None  # an earlier one, of a sender that has ended
         self._headwater_group = (name, join_group(address, port, name, worker.rank + 1, size, limit_s))
 
+    @_answered
     def headwater_leave_group(self, name: str) -> None:
         if self._headwater_group is not None and self._headwater_group[0] == name:
             self._headwater_group = None
 
+    @_answered
     def headwater_receive_group(self, name: str, **order: Any) -> dict[str, str]:
         """Load weights that come over the group. Returns the same as ``headwater_receive_slots``."""
         worker: Any = self
         if self._headwater_group is None or self._headwater_group[0] != name:
             return {"failure": f"this worker is not in the group {name}"}
         answer = {"failure": "vLLM cannot load the weights"}
+        reader = GroupReader(self._headwater_group[1], worker.device, **order)
         try:
-            answer = self._headwater_receive(GroupReader(self._headwater_group[1], worker.device, **order))
+            answer = self._headwater_receive(reader)
         finally:
             if "failure" in answer:
                 self._headwater_group = None  # the sender's next operation fails at once
