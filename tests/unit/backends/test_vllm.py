@@ -9,6 +9,7 @@ import asyncio
 import base64
 import importlib.util
 import json
+import os
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -267,6 +269,7 @@ class Player:
         self.vocabulary = 512
         self.speculates = False
         self.texts: dict[str, Any] = {}
+        self.receives_weights = False
 
     async def control(self, asked: web.Request) -> web.Response:
         path = asked.path
@@ -286,7 +289,8 @@ class Player:
                 "model_config": {"model": "/elsewhere", "dtype": "torch.float32", **sizes, **self.texts},
                 "scheduler_config": {"max_num_seqs": 8},
                 "device_config": {"device": "cpu"},
-                "parallel_config": {"worker_extension_cls": "headwater_vllm_worker.Worker"},
+                "parallel_config": {"worker_extension_cls": "headwater_vllm_worker.Worker", "data_parallel_size": 1},
+                "headwater": {"receives_weights": self.receives_weights},
             }
             return web.json_response({"results": [{**described, "call": body["kwargs"]["call"]}]})
         else:
@@ -470,6 +474,19 @@ def test_a_server_that_was_restarted_gets_the_weights_again(monkeypatch: pytest.
         assert response.output_tokens == TOKENS
         assert set(response.output_versions) == {1}
         assert (engine.status().num_restarts, player.calls[-1], player.label) == (1, "headwater_reload", "1")
+
+
+def test_a_run_without_room_for_slots_is_refused_or_uses_files(monkeypatch, caplog) -> None:
+    player = Player()
+    player.receives_weights = True
+    little = SimpleNamespace(f_bavail=1, f_blocks=1, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: little)
+    asked = "rollout.weight_transfer=shared_memory"
+    with pytest.raises(ConfigError, match=r"need .* MiB of /dev/shm.*docker run --shm-size"), connected(player, asked):
+        pass
+    with connected(player) as engine:
+        assert engine.capabilities.file_weights
+    assert "weights travel through files" in caplog.text
 
 
 def test_a_server_that_is_restarted_without_our_methods_gets_the_weights_in_a_file() -> None:

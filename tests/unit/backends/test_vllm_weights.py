@@ -35,7 +35,7 @@ from headwater.backends.vllm.inside.headwater_vllm_weights import (
     ReceivedSums,
     SlotReader,
 )
-from headwater.backends.vllm.weights import Handover, SlotStream, WorkerCalls, check_transfer, make_stream
+from headwater.backends.vllm.weights import Handover, SlotStream, WorkerCalls, check_transfer, make_stream, room_problem
 from headwater.config.load import load_config
 from headwater.core.errors import ConfigError, RolloutFailed, WaitTimeout, WeightsError
 from headwater.core.protocols import Bucket, WeightUpdate
@@ -498,6 +498,19 @@ STREAMS = ServerInfo(**{**vars(INFO), "receives_weights": True, "has_own_worker"
 def kind_of(*more: str, info: ServerInfo) -> str:
     stream = make_stream(config_of(*more), info, torch.float32)
     return type(stream).__name__ if stream is not None else "file"
+
+
+def test_slots_that_do_not_fit_into_shared_memory_are_noticed_before_the_run(monkeypatch):
+    shapes, found = {"embedding": (2**20, 16)}, SimpleNamespace(f_bavail=2**15, f_blocks=2**15, f_frsize=2**12)
+    monkeypatch.setattr(weights.os, "statvfs", lambda _: found)  # 128 MiB: two slots of one tensor of 64 MiB
+    assert room_problem(shapes, torch.float32, 1) == ""
+    assert "128 MiB of /dev/shm for each of 2 servers" in room_problem(shapes, torch.float32, 2)
+    assert room_problem(shapes, torch.bfloat16, 1) == ""
+    found.f_bavail = 2**14
+    assert "64 of 128 MiB are free" in room_problem(shapes, torch.float32, 1)
+    assert make_stream(config_of(NEAR), STREAMS, torch.float32, has_room=False) is None
+    asked = config_of(NEAR, "rollout.weight_transfer=shared_memory")
+    assert isinstance(make_stream(asked, STREAMS, torch.float32, has_room=False), SlotStream)
 
 
 def test_auto_takes_what_the_server_can_do():

@@ -390,6 +390,8 @@ class RemoteEngine:
             self._send_file(update, mode)
             return
 
+        stream.prepare(update.shapes)
+
         async def load(link: ServerLink, label: str) -> None:
             if self._stream is not stream:
                 raise TransferLost(f"{self._name}: a process that takes weights in another way has replaced the server")

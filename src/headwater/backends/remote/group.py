@@ -73,6 +73,9 @@ class GroupStream:
         self._dtype = dtype
         self._sender: GroupSender | None = None
 
+    def prepare(self, shapes: Mapping[str, Any]) -> None:
+        """Tensors are sent from where they are."""
+
     async def load(self, link: GroupLink, info: ServerInfo, update: WeightUpdate, label: str, *, flush: bool) -> None:
         sender = await self._joined(link, info)
         try:

@@ -143,6 +143,10 @@ class WeightStream(Protocol):
     checksum: str
     """Of what has arrived, as the processes of the server have computed it; empty if they tell none."""
 
+    def prepare(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Allocate what an update needs, before the server stops generating. ``WeightsError`` if there is no room."""
+        ...
+
     async def load(self, link: Any, info: ServerInfo, update: WeightUpdate, label: str, *, flush: bool) -> None:
         """Return when the server uses the weights under this label.
 

@@ -7,9 +7,11 @@ engine = VllmEngine.from_context(context)                           # vLLM in th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, aclosing
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,14 +22,16 @@ from headwater.backends.remote.link import Garbage, Sending, ServerInfo, ServerL
 from headwater.backends.remote.model import RunModel, model_folder
 from headwater.backends.vllm.adapters import check_adapters
 from headwater.backends.vllm.http import INSIDE, OWN_WORKER, VllmLink
-from headwater.backends.vllm.weights import WorkerCalls, check_transfer, make_stream
+from headwater.backends.vllm.weights import WorkerCalls, check_transfer, make_stream, room_problem, transfer_to
 from headwater.config.traits import BackendTraits
 from headwater.core.capabilities import Capabilities, UpdateMode
-from headwater.core.errors import BaseMissing, ConfigError, RequestError, WeightsError
+from headwater.core.errors import BaseMissing, ConfigError, RequestError, TransferLost
 from headwater.core.protocols import WeightUpdate
 from headwater.core.requests import ModelRequest, SamplingParams
 from headwater.core.waits import named_wait
 from headwater.weights.adapter_files import AdaptedFiles, written_adapters
+
+logger = logging.getLogger(__name__)
 
 _PROBE_LIMIT_S = 120.0
 _OPTIONS = f"--worker-extension-cls {OWN_WORKER} and PYTHONPATH={INSIDE}"
@@ -95,6 +99,7 @@ class VllmEngine(RemoteEngine):
         rollout = context.config.rollout
         if context.owns_weights:
             check_transfer(context.config, self._info, self._name, _OPTIONS)
+            self._check_room()
         if rollout.publish == "full" or rollout.servers:  # running ones are checked at every connection
             return
 
@@ -102,6 +107,23 @@ class VllmEngine(RemoteEngine):
             await check_adapters(await self._session.link(), self._info, context, self._model, self._name)
 
         self._do(check(), f"{self._name} tells which adapters it computes")
+
+    def _check_room(self) -> None:
+        """Raise ``ConfigError`` if shared memory has no room for the slots, or say that ``auto`` uses files instead."""
+        problem = self._room_problem
+        if not problem or transfer_to(self._config, self._info) != "shared_memory":
+            return
+        if self._config.rollout.weight_transfer != "auto":
+            remedy = "give it more (docker run --shm-size), or use file"
+            raise ConfigError([f"rollout.weight_transfer = shared_memory: {self._name}: {problem}; {remedy}"])
+        logger.warning("%s: %s; weights travel through files (docker run --shm-size)", self._name, problem)
+
+    @cached_property
+    def _room_problem(self) -> str:
+        rollout = self._config.rollout
+        count = len(rollout.servers) or (rollout.launch.count if rollout.is_separate else 1)
+        shapes = {name: tuple(each.shape) for name, each in self._model.skeleton.named_parameters()}
+        return room_problem(shapes, self._dtype, count)
 
     @classmethod
     def from_context(cls, context: BackendContext) -> VllmEngine:
@@ -117,7 +139,9 @@ class VllmEngine(RemoteEngine):
 
     def _make_stream(self) -> WeightStream | None:
         # Who does not own the weights takes them from another program, which does not know where the servers are.
-        return make_stream(self._config, self._info, self._dtype) if self._session.weights.is_owned else None
+        if not self._session.weights.is_owned:
+            return None
+        return make_stream(self._config, self._info, self._dtype, has_room=not self._room_problem)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -126,13 +150,18 @@ class VllmEngine(RemoteEngine):
             return can
         return replace(can, adapters=True, peft_alpha=float(self._config.lora.alpha))
 
+    @property
+    def instance(self) -> str:
+        """A text that is different for every process of vLLM."""
+        return self._info.instance
+
     def weights_checksum(self) -> str:
         """Of what the workers have received. They store it in their own layout."""
         stream, weights = self._stream, self._session.weights
         if stream is None:
             return super().weights_checksum()
-        if weights.is_needed or not stream.checksum:
-            raise WeightsError(f"{self._name} has not received complete weights from this run")
+        if weights.is_needed or not stream.checksum:  # another process has taken its place: send them again
+            raise TransferLost(f"{self._name} has not received complete weights from this run")
         return stream.checksum
 
     def _send(self, update: WeightUpdate, mode: UpdateMode) -> None:

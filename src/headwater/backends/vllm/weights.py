@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -53,14 +54,36 @@ does not answer, which a router drops only after ``update_bucket_limit_s``. The 
 A sender that has ended is noticed at once: by its lock, or by its connection."""
 _LOAD_LIMIT_S = 600.0
 """How long vLLM may take for what follows the last slot."""
+_SHARED_MEMORY = "/dev/shm"
 _POLL_S = 0.0005
 _LAST_ANSWER_S = 10.0
 """How long the answer of the workers may take after the update was given up. It says more than the sender knows."""
 
 
-def transfer_to(config: Config, info: ServerInfo) -> str | None:
-    """How weights travel to a server; None if no way that the run may use works for it."""
+def room_problem(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, num_servers: int) -> str:
+    """Why shared memory has no room for the slots of every server of a run; empty if it has.
+
+    The slots of other servers may be allocated already, so they are compared with the size of the shared memory, and
+    only those of one server with what is free.
+    """
+    needed, found = NUM_SLOTS * slot_size(shapes, dtype), os.statvfs(_SHARED_MEMORY)
+    free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    if needed <= free and num_servers * needed <= total:
+        return ""
+    return (
+        f"the slots for weights need {needed / 2**20:.0f} MiB of {_SHARED_MEMORY} for each of {num_servers} servers, "
+        f"and {free / 2**20:.0f} of {total / 2**20:.0f} MiB are free"
+    )
+
+
+def transfer_to(config: Config, info: ServerInfo, *, has_room: bool = True) -> str | None:
+    """How weights travel to a server; None if no way that the run may use works for it.
+
+    ``has_room`` is whether the slots fit into shared memory.
+    """
     chosen = chosen_transfer(config)
+    if chosen == "shared_memory" and config.rollout.weight_transfer == "auto" and not has_room:
+        return "file"
     if info.receives_weights or chosen == "file":
         return chosen
     return "file" if config.rollout.weight_transfer == "auto" and not transfer_problem(config, "file") else None
@@ -85,9 +108,9 @@ def check_transfer(config: Config, info: ServerInfo, where: str, start_with: str
     )
 
 
-def make_stream(config: Config, info: ServerInfo, dtype: torch.dtype) -> WeightStream | None:
+def make_stream(config: Config, info: ServerInfo, dtype: torch.dtype, *, has_room: bool = True) -> WeightStream | None:
     """How weights reach a server without a file; None if they travel through files."""
-    transfer = transfer_to(config, info)
+    transfer = transfer_to(config, info, has_room=has_room)
     if transfer == "collective":
         return GroupStream(config.rollout.weight_link, dtype)
     return SlotStream(dtype) if transfer == "shared_memory" else None
@@ -183,6 +206,9 @@ class SlotStream:
         """To the workers that have the slots mapped."""
         self._sending: asyncio.Task[str] | None = None
         self._is_given_up = False
+
+    def prepare(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._slots_for(shapes)
 
     async def load(self, link: WorkerCalls, info: ServerInfo, update: WeightUpdate, label: str, *, flush: bool) -> None:
         loop = asyncio.get_running_loop()
