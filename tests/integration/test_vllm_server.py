@@ -553,7 +553,9 @@ def test_a_server_that_is_killed_during_an_update_gets_it_again(engine: VllmEngi
     update = WeightUpdate.of(version, weights(3).named_parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "_SLOT_BYTES", 2**18)
-        engine._stream = SlotStream(torch.float32)  # with small slots
+        assert isinstance(engine._stream, SlotStream)
+        engine._replaced.append(engine._stream)
+        engine._chosen = SlotStream(torch.float32)  # with small slots
         with pytest.raises(TransferLost):
             engine.update_weights(replace(update, buckets=killing())).result(LIMIT_S)
         restored(engine, version)
