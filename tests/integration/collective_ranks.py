@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from headwater.backends.router.engine import RoutedServer, RouterEngine
 from headwater.cluster import torchrun
 from headwater.config.load import load_config
 from headwater.config.schema import Config, EngineConfig, WeightLink
+from headwater.core.errors import LeftOut
 from headwater.core.parcels import Content, Parcel
 from headwater.learner.build import LearnerSpec, build_learner
 from headwater.learner.held import held_by
@@ -241,7 +242,8 @@ def _until_served(
     deadline = time.monotonic() + BUILD_LIMIT_S
     while time.monotonic() < deadline:
         if router.status().needs_weights:
-            publish(learner, router, router.get_version(), is_repeat=True, adapters=adapters)
+            with suppress(LeftOut):  # it may end or be silent again while it starts, and is sent the weights again
+                publish(learner, router, router.get_version(), is_repeat=True, adapters=adapters)
         served = [each.status().version for each in engines]
         is_served = served[0] == served[1] and not any(each.status().needs_weights for each in engines)
         if is_served and all(each.state == "serving" for each in router.status().servers):
