@@ -148,7 +148,7 @@ def test_servers_join_and_leave_a_run(servers, tmp_path, ways):
         told = headwater("servers", run, "remove", third.url)
         assert "is the last server that can serve" in told.stderr
         at = step_of(run)
-        until(lambda: step_of(run) > at + 1 or process.poll() is not None, "the run goes on with the new server alone")
+        until(lambda: step_of(run) > at + 1 or process.poll() is not None, "the new server trains the run alone")
         change(run, "undrain", second.url)
         out = ended_well(process)
     assert "Traceback" not in out

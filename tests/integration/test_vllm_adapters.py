@@ -1,7 +1,7 @@
 """LoRA adapters alone, in a real vLLM server on the CPU: log-probs after every update, responses that span updates,
 killed servers, tensor parallelism, running servers, and a run that learns.
 
-vLLM runs in an environment of its own (``make setup-vllm``). One server is started for most tests of this file.
+vLLM runs in a separate environment (``make setup-vllm``). One server is started for most tests of this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A real vLLM server on the CPU: log-probs, interrupted responses, training, tensor parallelism, a router over
 two servers, killed servers, wrong settings.
 
-vLLM runs in an environment of its own (``make setup-vllm``). One server is started for all tests of this file, and a
+vLLM runs in a separate environment (``make setup-vllm``). One server is started for all tests of this file, and a
 second one for some.
 """
 

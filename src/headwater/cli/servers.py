@@ -112,7 +112,7 @@ def _call(run: RunDirectory, path: str, body: Mapping[str, Any] | None, limit_s:
     except PermissionError:
         raise RunError(f"{run.path}: only the user who started the run can list or change its servers") from None
     except TimeoutError:
-        told = "" if body is None else "; the change goes on, and `headwater servers` shows when it is made"
+        told = "" if body is None else "; the run still makes the change, and `headwater servers` shows when it is done"
         raise RunError(f"{run.path}: the process of the run has not answered for {limit_s:g} s{told}") from None
     except (ConnectionError, HTTPException, ValueError):
         raise RunError(f"{run.path}: the run has ended before it answered") from None

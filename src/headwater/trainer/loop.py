@@ -357,7 +357,7 @@ class Trainer:
     def _send(self, version: int, *, longest_response_s: float = 0.0, is_repeat: bool = False) -> Published:
         """Publish the present weights as a version, and verify them."""
         engine = self._parts.engine
-        # Servers may join and leave while the run goes on. Each new one takes its first weights after the others.
+        # Servers may join and leave during a run. Each new one takes its first weights after the others.
         servers = engine.status().servers
         is_rolling = self._config.rollout.update_order == "rolling"
         num_turns = len(servers) if is_rolling else 1 + sum(each.needs_weights for each in servers)

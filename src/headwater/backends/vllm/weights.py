@@ -300,7 +300,7 @@ class WorkerFailed(RolloutFailed):
 
 
 class Handover:
-    """Which slots are filled and which are copied, as numbers of 8 bytes in shared memory of its own.
+    """Which slots are filled and which are copied, as numbers of 8 bytes in a separate segment of shared memory.
 
     | words | |
     |---|---|
